@@ -1,0 +1,81 @@
+"""The ``ckz`` command: one file per subcommand; this one joins them and starts them.
+
+Nothing heavy is imported here, nor by the modules of the subcommands at their top: ``ckz --help``
+answers without numpy.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from types import FrameType
+from typing import Annotated
+
+import typer
+
+from ckz.cli import compress, decompress, inspect, verify
+from ckz.cli.outcome import report_error
+from ckz.errors import CkzError
+
+app = typer.Typer(
+    name="ckz",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from ckz import __version__
+
+        typer.echo(f"ckz {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "-V", "--version", callback=_version, is_eager=True, help="Show the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """Make saved deep-learning checkpoints small, and get exactly the same bytes back."""
+
+
+for _command in (compress.compress, decompress.decompress, inspect.inspect, verify.verify):
+    app.command()(_command)
+
+
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def main() -> None:
+    """Run the command line and exit with its code."""
+    for stream in (sys.stdout, sys.stderr):
+        # A name that the terminal's encoding lacks must not end the run.
+        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    for number in STOPS:
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup and background jobs ignore some
+            signal.signal(number, _stop)
+    try:
+        app(prog_name="ckz")
+    except CkzError as error:
+        sys.exit(report_error("", error))
+    except OSError as error:
+        code = report_error("", error)
+        # What stdout still holds could not be written: a second try at exit would fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(code)
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    # An exception, so that context managers remove temporary files; once, so that they can.
+    for each in STOPS:
+        signal.signal(each, signal.SIG_IGN)
+    raise SystemExit(128 + number)

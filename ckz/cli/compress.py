@@ -1,0 +1,118 @@
+"""``ckz compress``."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from ckz.cli import names, options, progress, removal, streams, text
+from ckz.cli.outcome import configure, each, notice, print_result, report_to_json, warn
+from ckz.errors import CkzError
+
+if TYPE_CHECKING:
+    from ckz.pipeline import Report
+
+
+def compress(
+    sources: options.Sources,
+    output: options.Output = None,
+    stdout: options.Stdout = False,
+    force: options.Force = False,
+    keep: options.Keep = True,
+    level: Annotated[
+        Literal["fast", "default", "max"],
+        typer.Option(help="Trade speed for size; decompression is fast with each."),
+    ] = "default",
+    sha256: Annotated[
+        bool, typer.Option("--sha256", help="Record each file's SHA-256 too, and print it.")
+    ] = False,
+    opaque: Annotated[
+        bool,
+        typer.Option(
+            "--opaque", help="Store what looks damaged or is no checkpoint as plain bytes."
+        ),
+    ] = False,
+    allow_incomplete: Annotated[
+        bool,
+        typer.Option("--allow-incomplete", help="Accept a checkpoint that lacks some files."),
+    ] = False,
+    accept_bad_crc: Annotated[
+        bool,
+        typer.Option("--accept-bad-crc", help="Accept tensors whose stored CRC does not match."),
+    ] = False,
+    threads: options.Threads = 0,
+    memory: options.Memory = options.MEMORY,
+    dry_run: options.DryRun = False,
+    as_json: options.Json = False,
+    no_progress: options.NoProgress = False,
+    quiet: options.Quiet = 0,
+    verbose: options.Verbose = 0,
+) -> None:
+    """Compress checkpoints: SRC becomes SRC.ckz, and SRC is kept."""
+    configure(quiet=quiet, verbose=verbose, as_json=as_json)
+    to_stdout = names.goes_to_stdout(sources, output, stdout)
+    names.check_combination(sources, to_stdout=to_stdout, as_json=as_json, keep=keep)
+    targets = {} if to_stdout else names.targets(sources, output, names.compressed)
+    from ckz import pipeline
+    from ckz.container_read import is_container
+
+    def act(source: str) -> Report:
+        target = targets.get(source)
+        with (
+            streams.for_stdout(force=force) if to_stdout else nullcontext(target) as out,
+            streams.readable(source, name=_stdin_name(target), beside=target) as path,
+            progress.bar(source, wanted=not (no_progress or quiet)) as on_bytes,
+        ):
+            assert out is not None  # names.compressed always gives a name
+            names.check_target(path, out)
+            if not force and is_container(path):
+                raise CkzError("is compressed already; -f compresses it once more")
+            is_directory = path.is_dir()
+            before = None if keep else removal.state_of(path)
+            report = pipeline.compress(
+                path,
+                out,
+                level=level,
+                threads=threads,
+                memory=memory,
+                force=force,
+                opaque=opaque,
+                allow_incomplete=allow_incomplete,
+                accept_bad_crc=accept_bad_crc,
+                sha256=sha256,
+                verify=not keep,
+                dry_run=dry_run,
+                progress=on_bytes,
+            )
+        if before is not None and not dry_run:
+            removal.remove(path, before)
+        report = replace(report, source=source, output=str(target or names.DASH))
+        warn(source, report.warnings)
+        notice(_summary(report, dry_run=dry_run))
+        if sha256 and not (as_json or to_stdout):
+            for name, digest in report.sha256.items():
+                # As sha256sum prints them, so that `sha256sum -c` checks the restored files.
+                file = f"{source.rstrip('/')}/{name}" if is_directory else source
+                print_result(f"{digest}  {text.printable(file)}")
+        return report
+
+    each(sources, act, to_json=report_to_json if as_json else None)
+
+
+def _stdin_name(target: Path | None) -> str:
+    """Name what came through a pipe after its container, for decompress gives that name back."""
+    own = names.restored(target) if target else None
+    return own.name if own else "stdin"
+
+
+def _summary(report: Report, *, dry_run: bool) -> str:
+    raw, stored = report.raw_nbytes, report.stored_nbytes
+    output = text.printable(names.display(report.output, names.STDOUT))
+    if dry_run:
+        return f"{output}: would be written, from {text.size(raw)}"
+    change, rate = text.change(raw, stored), text.rate(raw, report.seconds)
+    return f"{output}: {change}, {report.seconds:.1f} s, {rate}"

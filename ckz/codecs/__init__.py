@@ -1,0 +1,87 @@
+"""The codecs, and how they are written down.
+
+A codec is a frozen dataclass whose fields are its stored configuration. ``encode(chunk)`` gives a
+payload, or None when this codec does not pay; ``decode(payload, refs, out)`` fills ``out``, whose
+size comes from the container and never from the payload. Codecs keep no state and may be used by
+many threads at once. Payloads are untrusted: whatever does not add up raises ``CorruptError``.
+
+A codec is stored as text, ``name:field=value,field=value`` (fields at their default are left out);
+the same words stand on the command line, in ``inspect`` and in the container. To add a codec, write
+one file and one line in ``CODECS``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ckz.codecs.planes import Planes
+from ckz.codecs.raw import Raw
+from ckz.codecs.same import Same
+from ckz.codecs.zstd import Zstd
+from ckz.errors import UnsupportedError
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class Codec(Protocol):
+    """What every codec offers."""
+
+    name: ClassVar[str]
+
+    def encode(self, chunk: Bytes) -> bytes | None:
+        """Code one chunk; None when it would not become smaller."""
+        ...
+
+    def decode(self, payload: memoryview, refs: Sequence[Bytes], out: Bytes) -> None:
+        """Fill ``out`` from a payload and the decoded references of the chunk."""
+        ...
+
+
+CODECS: dict[str, Any] = {
+    "raw": Raw,
+    "zstd": Zstd,
+    "planes": Planes,
+    "same": Same,
+}
+
+
+def spec(codec: Codec) -> str:
+    """Write a codec as text, e.g. ``planes:dtype=bfloat16``."""
+    changed = [
+        f"{field.name}={value}"
+        for field in dataclasses.fields(codec)  # type: ignore[arg-type]
+        if (value := getattr(codec, field.name)) != field.default
+    ]
+    return codec.name + (":" + ",".join(changed) if changed else "")
+
+
+def parse(text: str) -> Codec:
+    """Read what ``spec`` wrote.
+
+    Raises
+    ------
+    UnsupportedError
+        If the codec or one of its fields is not known here.
+    """
+    name, _, rest = text.partition(":")
+    if name not in CODECS:
+        raise UnsupportedError(f"codec {name!r} is not known to this ckz; a newer one may read it")
+    cls: Any = CODECS[name]
+    kinds: dict[str, Any] = {f.name: type(f.default) for f in dataclasses.fields(cls)}
+    values = {}
+    for item in filter(None, rest.split(",")):
+        key, _, value = item.partition("=")
+        try:
+            values[key] = kinds[key](value)
+        except (KeyError, ValueError) as err:
+            raise UnsupportedError(f"codec {text!r}: {item!r} is not known to this ckz") from err
+    try:
+        codec: Codec = cls(**values)
+    except ValueError as err:
+        raise UnsupportedError(f"codec {text!r}: {err}") from err
+    return codec

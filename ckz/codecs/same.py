@@ -1,0 +1,31 @@
+"""A chunk whose bytes stand elsewhere: a tied weight saved twice, a replicated layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from ckz.errors import CorruptError
+
+
+@dataclass(frozen=True)
+class Same:
+    """No payload: the chunk equals its one reference."""
+
+    name: ClassVar[str] = "same"
+
+    def encode(self, chunk: npt.NDArray[np.uint8]) -> bytes:
+        """Store nothing; the pipeline has compared the chunk with its reference."""
+        return b""
+
+    def decode(
+        self, payload: memoryview, refs: Sequence[npt.NDArray[np.uint8]], out: npt.NDArray[np.uint8]
+    ) -> None:
+        """Copy the reference."""
+        if len(payload) or len(refs) != 1 or refs[0].size != out.size:
+            raise CorruptError("a repeated chunk needs one reference of its own size")
+        out[:] = refs[0]

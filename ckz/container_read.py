@@ -1,0 +1,362 @@
+"""Opening a .ckz: every table is checked against the file before anything is decoded.
+
+A .ckz may come from anyone. The checks run in a fixed order: user block, payload extents, digest of
+everything outside the payload, HDF5 structure, table sizes, then each table against the others.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+import zstandard
+
+from ckz import codecs
+from ckz.checkpoint import ITEMSIZE, ROLES, check_layout
+from ckz.codecs.zstd import decompress_into
+from ckz.container import (
+    HDF5_MAGIC,
+    HEAD,
+    KINDS,
+    MAGIC,
+    TABLES,
+    TRANSFORMS,
+    USER_BLOCK,
+    VERSION,
+    Container,
+    Rows,
+    digest_outside,
+)
+from ckz.errors import CorruptError, UnsupportedError
+from ckz.streams import CHUNK
+
+_MAX_PARTS = 6
+
+
+def is_container(path: Path) -> bool:
+    """Tell whether a file starts as a .ckz does."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(len(MAGIC)) == MAGIC
+
+
+@contextmanager
+def open_container(path: Path) -> Iterator[Container]:
+    """Open and check a .ckz; it is closed on leaving the context.
+
+    Raises
+    ------
+    UnsupportedError
+        If it is no .ckz, or of a version, codec or dtype this ckz does not know.
+    CorruptError
+        If anything in it does not hold.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        yield _read(path, fd)
+    finally:
+        os.close(fd)
+
+
+def _read(path: Path, fd: int) -> Container:
+    length = os.fstat(fd).st_size
+    extents_at, digest, count = _read_user_block(path, fd, length)
+    extents = _read_extents(path, fd, length, extents_at, count)
+    if digest_outside(fd, length, extents.tolist()) != digest:
+        raise CorruptError(f"{path}: damaged outside the tensor data (checksum mismatch)")
+    blobs = _read_datasets(path, fd, length)
+    try:
+        tables, meta, names = _unpack_index(path, blobs, length)
+        places = _check_chunks(path, meta, tables, extents)
+        _check_spans(path, meta, tables)
+        _check_refs(path, tables)
+    except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as err:
+        raise CorruptError(f"{path}: the index does not make sense ({err})") from err
+    container = Container(
+        path=path,
+        fd=fd,
+        nbytes=length,
+        meta=meta,
+        files=tables["files"],
+        spans=tables["spans"],
+        streams=tables["streams"],
+        chunks=tables["chunks"],
+        refs=tables["refs"],
+        places=places,
+        names=names,
+        tensor_rows=tables["tensors"],
+        piece_rows=tables["pieces"],
+        dims=tables["dims"],
+    )
+    _check_names(path, container)
+    return container
+
+
+def _read_user_block(path: Path, fd: int, length: int) -> tuple[int, bytes, int]:
+    block = os.pread(fd, USER_BLOCK + 8, 0)
+    looks_like = block.startswith(MAGIC) or block[USER_BLOCK:] == HDF5_MAGIC
+    if len(block) < USER_BLOCK and (block[:8] == MAGIC[: len(block)] or path.suffix == ".ckz"):
+        raise CorruptError(f"{path}: truncated: {length} bytes are too few for a .ckz file")
+    if not looks_like and path.suffix != ".ckz":
+        raise UnsupportedError(f"{path}: not a .ckz file")
+    head, (checksum,) = block[: USER_BLOCK - 8], struct.unpack_from("<Q", block, USER_BLOCK - 8)
+    if xxhash.xxh3_64_intdigest(head) != checksum:
+        raise CorruptError(f"{path}: the header is damaged (checksum mismatch)")
+    magic, version, count, stated, extents_at, digest = HEAD.unpack_from(head)
+    if magic != MAGIC:
+        raise UnsupportedError(f"{path}: not a .ckz file")
+    if version != VERSION:
+        raise UnsupportedError(
+            f"{path}: container version {version}; this ckz knows {VERSION}, a newer one is needed"
+        )
+    if stated != length:
+        raise CorruptError(f"{path}: {length} bytes long, expected {stated}; truncated or extended")
+    if any(head[HEAD.size :]):
+        raise CorruptError(f"{path}: the header has data where version {VERSION} has none")
+    return extents_at, digest, count
+
+
+def _read_extents(path: Path, fd: int, length: int, at: int, count: int) -> npt.NDArray[np.uint64]:
+    nbytes = 16 * count
+    if (at < USER_BLOCK and count) or at + nbytes > length:
+        raise CorruptError(f"{path}: the table of payloads lies outside the file")
+    extents = np.frombuffer(os.pread(fd, nbytes, at), "<u8").reshape(-1, 2)
+    previous = USER_BLOCK
+    for start, size in extents.tolist():
+        if start < previous or start + size > length or (start < at + nbytes and start + size > at):
+            raise CorruptError(f"{path}: payloads overlap or lie outside the file")
+        previous = start + size
+    return extents
+
+
+def _read_datasets(path: Path, fd: int, length: int) -> dict[str, bytes]:
+    """Read the index datasets, each bounded by the file's length."""
+    import h5py
+
+    blobs = {}
+    try:
+        with h5py.File(path, "r", locking=False) as h5:
+            for name in (*TABLES, "names", "meta"):
+                dset = h5[name]
+                if not isinstance(dset, h5py.Dataset) or dset.dtype != np.uint8 or dset.ndim != 1:
+                    raise CorruptError(f"{path}: dataset {name!r} is not a run of bytes")
+                offset, nbytes = dset.id.get_offset(), dset.shape[0]
+                if nbytes and (offset is None or offset + nbytes > length):
+                    raise CorruptError(f"{path}: dataset {name!r} lies outside the file")
+                blobs[name] = os.pread(fd, nbytes, offset) if nbytes else b""
+                if len(blobs[name]) != nbytes:
+                    raise CorruptError(f"{path}: dataset {name!r} is cut short")
+    except (OSError, KeyError, RuntimeError, ValueError) as err:
+        raise CorruptError(f"{path}: not readable as HDF5 ({err})") from err
+    return blobs
+
+
+def _unpack_index(
+    path: Path, blobs: dict[str, bytes], length: int
+) -> tuple[dict[str, Rows], dict[str, Any], tuple[str, ...]]:
+    sizes = {}
+    for name in (*TABLES, "names"):
+        try:
+            sizes[name] = zstandard.get_frame_parameters(blobs[name]).content_size
+        except zstandard.ZstdError as err:
+            raise CorruptError(f"{path}: table {name!r} is no zstd frame") from err
+    if sum(sizes.values()) > (32 << 20) + 32 * length:
+        raise CorruptError(f"{path}: the index claims to unpack to {sum(sizes.values())} bytes")
+    tables = {}
+    for name, dtype in TABLES.items():
+        if sizes[name] % dtype.itemsize:
+            raise CorruptError(f"{path}: table {name!r} has a broken row")
+        columns = np.empty((dtype.itemsize, sizes[name] // dtype.itemsize), np.uint8)
+        decompress_into(blobs[name], columns.reshape(-1))
+        tables[name] = np.ascontiguousarray(columns.T).reshape(-1).view(dtype)
+    joined = np.empty(sizes["names"], np.uint8)
+    decompress_into(blobs["names"], joined)
+    lengths = tables["name_lengths"]
+    nfiles = len(tables["files"])
+    if len(lengths) != 2 * nfiles + len(tables["tensors"]) or lengths.sum() != joined.size:
+        raise CorruptError(f"{path}: the names do not fit the tables")
+    ends = np.cumsum(lengths, dtype=np.int64).tolist()
+    blob = joined.tobytes()
+    raw = [blob[a:b] for a, b in zip([0, *ends], ends, strict=False)]
+    names = [os.fsdecode(name) for name in raw[: 2 * nfiles]]
+    names += [name.decode("utf-8", "surrogatepass") for name in raw[2 * nfiles :]]
+    return tables, _check_meta(path, json.loads(blobs["meta"])), tuple(names)
+
+
+def _check_meta(path: Path, meta: Any) -> dict[str, Any]:
+    kinds = {
+        "ckz": str,
+        "format": str,
+        "directory": bool,
+        "codecs": list,
+        "dtypes": list,
+        "packed": list,
+        "sha256": dict,
+        "warnings": list,
+        "level": str,
+        "chunk": int,
+    }
+    for key, kind in kinds.items():
+        if type(meta[key]) is not kind:
+            raise CorruptError(f"{path}: {key!r} in the description has the wrong type")
+    lists = [*meta["codecs"], *meta["dtypes"], *meta["packed"], *meta["warnings"]]
+    if not all(isinstance(item, str) for item in lists):
+        raise CorruptError(f"{path}: a list in the description holds something else than text")
+    for text in meta["codecs"]:
+        try:
+            codecs.parse(text)
+        except UnsupportedError as err:
+            raise UnsupportedError(f"{path}: {err}") from err
+    for dtype in meta["dtypes"]:
+        if dtype not in ITEMSIZE:
+            raise UnsupportedError(f"{path}: dtype {dtype!r} is not known to this ckz")
+    if meta["chunk"] != CHUNK:
+        raise UnsupportedError(f"{path}: chunks of {meta['chunk']} bytes, this ckz knows {CHUNK}")
+    checked: dict[str, Any] = meta
+    return checked
+
+
+def _check_chunks(
+    path: Path, meta: dict[str, Any], tables: dict[str, Rows], extents: npt.NDArray[np.uint64]
+) -> npt.NDArray[np.int64]:
+    """Check sizes against streams and payload; give each chunk's place in the file."""
+    chunks, streams = tables["chunks"], tables["streams"]
+    stream_nbytes = streams["nbytes"].astype(np.int64)
+    counts = streams["chunks"].astype(np.int64)
+    if np.any(stream_nbytes <= 0) or np.any(counts != -(-stream_nbytes // CHUNK)):
+        raise CorruptError(f"{path}: a stream does not have the chunks its size needs")
+    if counts.sum() != len(chunks):
+        raise CorruptError(f"{path}: {len(chunks)} chunks, the streams need {counts.sum()}")
+    raw = np.full(len(chunks), CHUNK, np.int64)
+    raw[np.cumsum(counts) - 1] = stream_nbytes - (counts - 1) * CHUNK
+    if np.any(chunks["raw"] != raw) or np.any(chunks["stored"] > chunks["raw"]):
+        raise CorruptError(f"{path}: a chunk has an impossible size")
+    if np.any(chunks["codec"] >= len(meta["codecs"])) or np.any(streams["role"] >= len(ROLES)):
+        raise CorruptError(f"{path}: a chunk or stream names a codec or role that is not there")
+    ends = np.cumsum(chunks["stored"], dtype=np.int64)
+    limits = np.cumsum(extents[:, 1], dtype=np.int64)
+    stored = int(ends[-1]) if len(ends) else 0
+    if stored != (int(limits[-1]) if len(limits) else 0) or not np.all(np.isin(limits, ends)):
+        raise CorruptError(f"{path}: the chunks do not fill the payload")
+    starts: npt.NDArray[np.int64] = ends - chunks["stored"].astype(np.int64)
+    if not len(extents):
+        return starts
+    # A chunk lies in the payload dataset whose end is the first one past the chunk's start.
+    home = np.minimum(np.searchsorted(limits, starts, side="right"), len(limits) - 1)
+    inside = starts - (limits - extents[:, 1].astype(np.int64))[home]
+    places: npt.NDArray[np.int64] = extents[home, 0].astype(np.int64) + inside
+    return places
+
+
+def _check_spans(path: Path, meta: dict[str, Any], tables: dict[str, Rows]) -> None:
+    """Check that spans tile their streams, and with the skeletons their files."""
+    files, spans, streams = tables["files"], tables["spans"], tables["streams"]
+    nfiles = len(files)
+    if len(spans) < nfiles or np.any(files["kind"] >= len(KINDS)):
+        raise CorruptError(f"{path}: the span table lacks the skeletons of the files")
+    limit = 1 << 62
+    if np.any(files["size"] > limit) or any(
+        np.any(spans[key] > limit) for key in ("offset", "nbytes", "at")
+    ):
+        raise CorruptError(f"{path}: absurd sizes")
+    if not (
+        np.all(spans["file"] < nfiles)
+        and np.all(spans["dtype"] < len(meta["dtypes"]) if len(spans) > nfiles else True)
+        and np.all(spans["byteorder"] < 2)
+        and np.all(spans["packed"] < len(meta["packed"]))
+        and np.array_equal(spans["file"][:nfiles], np.arange(nfiles))
+        and not np.any(spans["offset"][:nfiles])
+    ):
+        raise CorruptError(f"{path}: a span names a file or dtype that is not there")
+    nbytes, file = spans["nbytes"].astype(np.int64), spans["file"]
+    totals = np.zeros(nfiles, np.int64)
+    np.add.at(totals, file, nbytes)
+    if np.any(totals != files["size"].astype(np.int64)):
+        raise CorruptError(f"{path}: the spans of a file do not make up its size")
+    used = np.flatnonzero(nbytes > 0)
+    if np.any(spans["stream"][used] >= len(streams)):
+        raise CorruptError(f"{path}: a span names a stream that is not there")
+    order = used[np.lexsort((spans["at"][used], spans["stream"][used]))]
+    stream, at = spans["stream"][order], spans["at"][order].astype(np.int64)
+    ends = at + nbytes[order]
+    first = np.concatenate([[True], stream[1:] != stream[:-1]]) if len(order) else np.zeros(0, bool)
+    expected = np.where(first, 0, np.concatenate([[0], ends[:-1]])) if len(order) else at
+    last = np.roll(first, -1)
+    stream_nbytes = streams["nbytes"].astype(np.int64)
+    if (
+        np.any(at != expected)
+        or first.sum() != len(streams)
+        or np.any(ends[last] != stream_nbytes[stream[last]])
+    ):
+        raise CorruptError(f"{path}: the spans do not fill their streams")
+
+
+def _check_refs(path: Path, tables: dict[str, Rows]) -> None:
+    """Check that references stay inside spans and form no cycle, at most two deep."""
+    chunks, spans, refs = tables["chunks"], tables["spans"], tables["refs"]
+    counts = chunks["refs"].astype(np.int64)
+    if np.any(counts > _MAX_PARTS) or counts.sum() != len(refs) or np.any(refs["where"] > 1):
+        raise CorruptError(f"{path}: the reference table does not fit the chunks")
+    if not len(refs):
+        return
+    if np.any(refs["where"] == 1):
+        raise UnsupportedError(f"{path}: leans on a base, which this ckz cannot follow")
+    if np.any(refs["span"] >= len(spans)):
+        raise CorruptError(f"{path}: a reference names a span that is not there")
+    target = spans[refs["span"]]
+    start, nbytes = refs["start"].astype(object), refs["nbytes"].astype(np.int64)
+    if np.any(start + nbytes > target["nbytes"].astype(object)) or np.any(nbytes > CHUNK):
+        raise CorruptError(f"{path}: a reference leaves its span")
+    first_chunk = np.concatenate([[0], np.cumsum(tables["streams"]["chunks"], dtype=np.int64)])
+    begin = target["at"].astype(np.int64) + refs["start"].astype(np.int64)
+    low = first_chunk[target["stream"]] + begin // CHUNK
+    high = first_chunk[target["stream"]] + (begin + np.maximum(nbytes, 1) - 1) // CHUNK
+    owner = np.repeat(np.arange(len(chunks)), counts)
+    depth = np.where(counts > 0, 3, 0)
+    for level in (1, 2):
+        reached = np.maximum(depth[low], depth[high]) < level
+        ready = np.ones(len(chunks), bool)
+        np.logical_and.at(ready, owner, reached)
+        depth[ready & (depth == 3)] = level
+    if np.any(depth == 3):
+        raise CorruptError(f"{path}: references run in a circle or too deep")
+
+
+def _check_names(path: Path, container: Container) -> None:
+    """Check that no file leaves the output directory and that tensors stay in their spans."""
+    nfiles = len(container.files)
+    paths = container.names[:nfiles]
+    kinds = [KINDS[kind] for kind in container.files["kind"].tolist()]
+    if not container.meta["directory"] and (nfiles != 1 or kinds != ["file"] or "/" in paths[0]):
+        raise CorruptError(f"{path}: a single file was expected inside")
+    holders = {name for name, kind in zip(paths, kinds, strict=True) if kind != "dir"}
+    if len(set(paths)) != nfiles:
+        raise CorruptError(f"{path}: the same file name stands twice inside")
+    for name in paths:
+        parts = name.split("/")
+        if "\0" in name or any(part in ("", ".", "..") for part in parts):
+            raise CorruptError(f"{path}: file name {name!r} would leave the output directory")
+        if any("/".join(parts[:k]) in holders for k in range(1, len(parts))):
+            raise CorruptError(f"{path}: file {name!r} would lie inside another file or a link")
+    rows, pieces, nspans = container.tensor_rows, container.piece_rows, len(container.spans)
+    if (
+        np.any(rows["dtype"] >= len(container.meta["dtypes"]))
+        or np.any(rows["role"] >= len(ROLES))
+        or np.any(rows["transform"] >= len(TRANSFORMS))
+        or np.any(pieces["span"] >= nspans)
+        or np.any(pieces["span"] < nfiles)
+        or np.any(pieces["offset"] > 1 << 62)
+        or rows["pieces"].sum(dtype=np.int64) != len(pieces)
+    ):
+        raise CorruptError(f"{path}: a tensor names something that is not there")
+    container_layout = container.checkpoint
+    check_layout(container_layout)

@@ -1,0 +1,340 @@
+"""The whole flow: read, code in threads, write in order, with bounded memory.
+
+compress: one thread reads chunks in stream order, hashes them and looks for repeats; a pool codes
+them; the results are written in the same order, so the bytes do not depend on the thread count.
+decompress: the pool reads and decodes chunks; one thread hashes and writes them in order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from ckz import atomic
+from ckz.checkpoint import Checkpoint
+from ckz.container import Container
+from ckz.container_read import open_container
+from ckz.container_write import Writer
+from ckz.encoding import encode
+from ckz.errors import ChangedError, CkzError, CorruptError, IncompleteError, UnsupportedError
+from ckz.files import FileSet
+from ckz.formats import read_checkpoint
+from ckz.plan import make_plan
+from ckz.restore import decode_all
+from ckz.workers import DEFAULT_MEMORY, in_order, start_workers
+
+OnProgress = Callable[[int, int, int], None]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What compress, decompress or verify did.
+
+    Attributes
+    ----------
+    source, output : paths as text; no output for verify.
+    raw_nbytes, stored_nbytes : size of the original files and of the container.
+    tensors : how many there are.
+    seconds : wall time.
+    warnings : one line each.
+    sha256 : path inside the checkpoint -> hex digest; empty unless it was asked for.
+    roles : role -> (raw, stored) bytes of its chunks; ``skeleton`` is what is no tensor.
+    """
+
+    source: str
+    output: str
+    raw_nbytes: int
+    stored_nbytes: int
+    tensors: int
+    seconds: float
+    warnings: tuple[str, ...] = ()
+    sha256: dict[str, str] = field(default_factory=dict)
+    roles: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+
+def compress(
+    source: Path,
+    output: Path,
+    *,
+    level: str = "default",
+    threads: int = 0,
+    memory: int = DEFAULT_MEMORY,
+    force: bool = False,
+    opaque: bool = False,
+    allow_incomplete: bool = False,
+    accept_bad_crc: bool = False,
+    sha256: bool = False,
+    verify: bool = False,
+    dry_run: bool = False,
+    progress: OnProgress | None = None,
+) -> Report:
+    """Compress a checkpoint, a file or a directory, into one .ckz.
+
+    Parameters
+    ----------
+    level : ``fast``, ``default`` or ``max``.
+    threads : 0 takes every core; the output does not depend on it.
+    memory : bytes that all buffers together may take.
+    force : replace an existing output.
+    opaque : store a source that is damaged or no checkpoint as plain bytes.
+    allow_incomplete : store a checkpoint that lacks shards it names.
+    accept_bad_crc : store a zip whose checksums do not fit its data.
+    sha256 : also record the sha256 of every file; it is checked on decompression.
+    verify : decode the result and compare it before it gets its name.
+    dry_run : plan, and write nothing.
+    progress : called with (raw bytes done, raw bytes in all, bytes stored).
+
+    Raises
+    ------
+    CkzError
+        In its kinds; nothing is left behind and the source is untouched.
+    """
+    began = time.perf_counter()
+    target = atomic.check_target(output, force)
+    checkpoint = read_checkpoint(source, opaque=opaque)
+    if checkpoint.missing and not allow_incomplete:
+        raise IncompleteError(
+            f"{source}: {'; '.join(checkpoint.missing[:3])}"
+            f"{' ...' if len(checkpoint.missing) > 3 else ''}; "
+            "--allow-incomplete stores it all the same"
+        )
+    plan = make_plan(checkpoint, level)
+    state = _Progress(checkpoint.nbytes, progress)
+    if dry_run:
+        return _report(source, output, checkpoint, 0, began)
+    digests: list[bytes] = []
+    with (
+        atomic.explain_full_disk(target, state),
+        atomic.new_file(target, force=force, mode=_mode(source, target)) as temporary,
+        start_workers(threads, memory) as workers,
+    ):
+        hashes = workers.pool.submit(_sha256_of, checkpoint) if sha256 else None
+        writer = Writer(temporary)
+        try:
+            for coded in encode(checkpoint, plan, workers, digests, accept_bad_crc=accept_bad_crc):
+                writer.add_chunk(coded.codec, coded.payload, coded.raw, coded.checksum, coded.refs)
+                state.add(coded.role, coded.raw, len(coded.payload))
+            sums = hashes.result() if hashes else {}
+            _check_unchanged(checkpoint)
+            stored = writer.finish(checkpoint, plan.streams, digests, level=level, sha256=sums)
+        finally:
+            writer.close()
+        if verify:
+            with open_container(temporary) as container:
+                for _ in decode_all(container, workers):
+                    pass
+            _check_unchanged(checkpoint)
+    return _report(source, output, checkpoint, stored, began, sums, state.roles)
+
+
+def decompress(
+    source: Path,
+    output: Path | None = None,
+    *,
+    threads: int = 0,
+    memory: int = DEFAULT_MEMORY,
+    force: bool = False,
+    dry_run: bool = False,
+    progress: OnProgress | None = None,
+) -> Report:
+    """Give back the file or directory inside a .ckz.
+
+    Parameters
+    ----------
+    output : None takes the recorded name, beside the container.
+
+    Raises
+    ------
+    CorruptError
+        If anything does not have its recorded checksum; no output is left then.
+    """
+    began = time.perf_counter()
+    with ExitStack() as stack:
+        container = stack.enter_context(open_container(source))
+        checkpoint = container.checkpoint
+        output = output or source.with_name(recorded_name(container))
+        target = atomic.check_target(output, force)
+        if not dry_run:
+            _check_space(target, checkpoint.nbytes)
+            stack.enter_context(
+                atomic.explain_full_disk(target, f"{checkpoint.nbytes} bytes needed")
+            )
+            temporary = stack.enter_context(_new_output(checkpoint, target, force))
+            workers = stack.enter_context(start_workers(threads, memory))
+            paths = _create(checkpoint, temporary)
+            state = _Progress(checkpoint.nbytes, progress)
+            with FileSet(paths, os.O_WRONLY) as files:
+                for raw, stored in decode_all(container, workers, files):
+                    state.add("", raw, stored)
+            _check_sha256(container, paths)
+            _set_attributes(checkpoint, paths)
+        sums = container.meta["sha256"]
+        return _report(source, output, checkpoint, container.nbytes, began, sums)
+
+
+def verify(
+    path: Path,
+    *,
+    data: bool = False,
+    threads: int = 0,
+    memory: int = DEFAULT_MEMORY,
+    progress: OnProgress | None = None,
+) -> Report:
+    """Check every checksum of a .ckz; with ``data`` also decode everything.
+
+    Raises
+    ------
+    CorruptError
+        Naming the first tensor and chunk that does not hold.
+    """
+    began = time.perf_counter()
+    with open_container(path) as container, start_workers(threads, memory) as workers:
+        if data:
+            state = _Progress(container.checkpoint.nbytes, progress)
+            for raw, stored in decode_all(container, workers):
+                state.add("", raw, stored)
+        else:
+            state = _Progress(int(container.chunks["stored"].sum(dtype=np.int64)), progress)
+            jobs = (partial(container.payload, chunk) for chunk in range(len(container.chunks)))
+            for payload in in_order(workers, jobs):
+                state.add("", len(payload), len(payload))
+        return _report(path, "", container.checkpoint, container.nbytes, began)
+
+
+def recorded_name(container: Container) -> str:
+    """Give the name of the file inside; a directory is named after its container."""
+    if not container.meta["directory"]:
+        return container.names[0]
+    own = container.path.name
+    if not own.endswith(".ckz"):
+        raise UnsupportedError(f"{container.path}: name the output with --output")
+    return own.removesuffix(".ckz")
+
+
+class _Progress:
+    """Counts chunks, tells the user, and says in words what the disk would have to hold."""
+
+    def __init__(self, total: int, tell: OnProgress | None) -> None:
+        self._total = total
+        self._tell = tell
+        self._done = 0
+        self._stored = 0
+        self.roles: dict[str, tuple[int, int]] = {}
+
+    def add(self, role: str, raw: int, stored: int) -> None:
+        self._done += raw
+        self._stored += stored
+        before = self.roles.get(role, (0, 0))
+        self.roles[role] = before[0] + raw, before[1] + stored
+        if self._tell:
+            self._tell(self._done, self._total, self._stored)
+
+    def __str__(self) -> str:
+        estimate = self._stored * self._total // max(1, self._done)
+        return f"about {max(estimate, self._stored)} bytes needed"
+
+
+def _check_unchanged(checkpoint: Checkpoint) -> None:
+    for index, file in enumerate(checkpoint.files):
+        if file.kind == "file":
+            stat = checkpoint.path_of(index).stat()
+            if (stat.st_size, stat.st_mtime_ns) != (file.size, file.mtime_ns):
+                raise ChangedError(
+                    f"{checkpoint.path_of(index)}: changed while it was read; try again when "
+                    "nothing writes to it"
+                )
+
+
+def _mode(source: Path, target: Path) -> int:
+    """Keep the mode of a file replaced; a new one is no more open than its source."""
+    if target.exists():
+        return target.stat().st_mode & 0o7777
+    return source.stat().st_mode & 0o666
+
+
+def _sha256_of(checkpoint: Checkpoint) -> dict[str, str]:
+    return {
+        file.path: _sha256(checkpoint.path_of(index))
+        for index, file in enumerate(checkpoint.files)
+        if file.kind == "file"
+    }
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _check_sha256(container: Container, paths: list[Path]) -> None:
+    for path, file in zip(paths, container.checkpoint.files, strict=True):
+        expected = container.meta["sha256"].get(file.path)
+        if expected and _sha256(path) != expected:
+            raise CorruptError(f"{container.path}: file {file.path!r}: sha256 mismatch")
+
+
+def _check_space(target: Path, needed: int) -> None:
+    free = shutil.disk_usage(target.parent).free
+    if free < needed:
+        raise CkzError(
+            f"{target}: no space left on the disk: {needed} bytes needed, {free} bytes are free"
+        )
+
+
+def _new_output(checkpoint: Checkpoint, target: Path, force: bool) -> AbstractContextManager[Path]:
+    if checkpoint.is_directory:
+        return atomic.new_directory(target, force=force)
+    return atomic.new_file(target, force=force, mode=checkpoint.files[0].mode)
+
+
+def _create(checkpoint: Checkpoint, root: Path) -> list[Path]:
+    """Make directories, links and files of full length; return where each entry lies."""
+    paths = [root / f.path if checkpoint.is_directory else root for f in checkpoint.files]
+    for path, file in zip(paths, checkpoint.files, strict=True):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if file.kind == "dir":
+            path.mkdir(exist_ok=True)
+        elif file.kind == "link":
+            path.symlink_to(file.target)
+        else:
+            with path.open("wb") as out:
+                out.truncate(file.size)
+    return paths
+
+
+def _set_attributes(checkpoint: Checkpoint, paths: list[Path]) -> None:
+    """Set modes and times, of what lies inside a directory before the directory itself."""
+    for path, file in reversed(list(zip(paths, checkpoint.files, strict=True))):
+        if file.kind != "link":
+            path.chmod(file.mode)
+        os.utime(path, ns=(file.mtime_ns, file.mtime_ns), follow_symlinks=False)
+
+
+def _report(
+    source: Path,
+    output: Path | str,
+    checkpoint: Checkpoint,
+    stored: int,
+    began: float,
+    sha256: dict[str, str] | None = None,
+    roles: dict[str, tuple[int, int]] | None = None,
+) -> Report:
+    return Report(
+        source=str(source),
+        output=str(output),
+        raw_nbytes=checkpoint.nbytes,
+        stored_nbytes=stored,
+        tensors=len(checkpoint.tensors),
+        seconds=time.perf_counter() - began,
+        warnings=checkpoint.warnings,
+        sha256=sha256 or {},
+        roles=roles or {},
+    )

@@ -1,0 +1,142 @@
+"""Every codec against every kind of chunk: exact, and unmoved by damage."""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckz import codecs
+from ckz.codecs.planes import Planes
+from ckz.codecs.zstd import Zstd
+from ckz.errors import CkzError, CorruptError, UnsupportedError
+
+BITS = {"bfloat16": "u2", "float16": "u2", "float32": "u4", "float64": "u8", "fp8": "u1"}
+PLANES = [Planes(dtype, order) for dtype in BITS for order in "<>"]
+
+
+def round_trip(codec: codecs.Codec, chunk: np.ndarray) -> int:
+    """Encode and decode; return the payload's size, or the chunk's when coding did not pay."""
+    before = chunk.copy()
+    payload = codec.encode(chunk)
+    assert np.array_equal(chunk, before), "a codec must not change its input"
+    if payload is None:
+        return chunk.size
+    out = np.full(chunk.size, 0xAA, np.uint8)
+    codec.decode(memoryview(payload), [], out)
+    assert np.array_equal(out, chunk)
+    return len(payload)
+
+
+def weights(n: int, dtype: str, seed: int = 0) -> np.ndarray:
+    """Bytes of n normal values."""
+    x = np.random.default_rng(seed).normal(0, 0.02, n)
+    if dtype == "bfloat16":
+        return (x.astype("<f4").view("<u4") >> 16).astype("<u2").view(np.uint8)
+    if dtype == "fp8":
+        return (x.astype("<f2").view("<u2") >> 8).astype(np.uint8)
+    return x.astype({"float16": "<f2", "float32": "<f4", "float64": "<f8"}[dtype]).view(np.uint8)
+
+
+@pytest.mark.parametrize("codec", PLANES, ids=codecs.spec)
+@pytest.mark.parametrize("n", [0, 1, 7, 8, 9, 1000, 4096, 100_003])
+def test_planes_are_exact_on_weights(codec: Planes, n: int) -> None:
+    chunk = weights(n, codec.dtype)
+    if codec.byteorder == ">":
+        chunk = chunk.view("<" + BITS[codec.dtype]).byteswap().view(np.uint8)
+    size = round_trip(codec, chunk)
+    if n >= 4096:
+        assert size < 0.93 * chunk.size
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_planes_are_exact_on_every_16_bit_pattern(dtype: str) -> None:
+    chunk = np.arange(65536, dtype="<u2").view(np.uint8)
+    round_trip(Planes(dtype), chunk)
+    # Exponents in a narrow window that does not begin at zero, with zeros and without.
+    x = np.arange(65536, dtype="<u2")
+    exponents = (x >> 7) & 0xFF
+    for low in (1, 100, 128, 129, 200):
+        for zeros in (False, True):
+            keep = ((exponents >= low) & (exponents < low + 127)) | (zeros & (exponents == 0))
+            round_trip(Planes(dtype), x[keep].view(np.uint8))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [0.0, -0.0, np.inf, -np.inf, np.nan, 1e-45, -1e-40, 3.4e38],
+        [0.0] * 4096,
+        [-0.0] * 4096,
+        [1.5] * 4097,
+        [2.0**k for k in range(-140, 128)],
+    ],
+)
+def test_planes_are_exact_on_special_values(values: list[float]) -> None:
+    for scale in (1, 64):
+        chunk = np.array(values * scale, "<f4").view(np.uint8)
+        round_trip(Planes("float32"), chunk)
+        round_trip(Planes("bfloat16"), chunk)
+
+
+@given(
+    data=st.binary(max_size=300),
+    repeat=st.integers(1, 60),
+    codec=st.sampled_from([*PLANES, Zstd(), Zstd(19)]),
+)
+def test_any_bytes_come_back(data: bytes, repeat: int, codec: codecs.Codec) -> None:
+    round_trip(codec, np.frombuffer(data * repeat, np.uint8))
+
+
+@given(seed=st.integers(0, 2**32), cut=st.integers(0, 400), flip=st.integers(0, 1 << 15))
+def test_damaged_planes_raise_or_give_other_bytes(seed: int, cut: int, flip: int) -> None:
+    chunk = weights(3000, "bfloat16", seed)
+    payload = bytearray(Planes("bfloat16").encode(chunk) or b"")
+    payload = payload[: len(payload) - cut]
+    payload[flip // 8 % len(payload)] ^= 1 << flip % 8
+    out = np.empty(chunk.size, np.uint8)
+    try:
+        Planes("bfloat16").decode(memoryview(payload), [], out)
+    except CorruptError:
+        return
+    assert cut == 0
+
+
+@given(payload=st.binary(max_size=200), n=st.integers(0, 3000), codec=st.sampled_from(PLANES))
+def test_arbitrary_payloads_never_crash(payload: bytes, n: int, codec: Planes) -> None:
+    out = np.empty(n, np.uint8)
+    for tried in (codec, Zstd(), codecs.parse("raw"), codecs.parse("same")):
+        with contextlib.suppress(CkzError):
+            tried.decode(memoryview(payload), [], out)
+
+
+def test_a_zstd_frame_that_claims_a_huge_size_allocates_nothing() -> None:
+    # Magic, descriptor with an 8-byte content size and single segment: claims 2**60 bytes.
+    frame = b"\x28\xb5\x2f\xfd\xe0" + struct.pack("<Q", 1 << 60) + b"\x01\x00\x00"
+    with pytest.raises(CorruptError):
+        Zstd().decode(memoryview(frame), [], np.empty(10, np.uint8))
+
+
+def test_planes_reach_the_entropy_of_normal_weights() -> None:
+    bf16 = round_trip(Planes("bfloat16"), weights(1 << 19, "bfloat16")) / (1 << 20)
+    fp32 = round_trip(Planes("float32"), weights(1 << 18, "float32")) / (1 << 20)
+    # The order-0 bounds are 0.657 and 0.830.
+    assert bf16 < 0.665
+    assert fp32 < 0.834
+
+
+@pytest.mark.parametrize("codec", [*PLANES, Zstd(7), codecs.parse("raw"), codecs.parse("same")])
+def test_codec_texts_read_back(codec: codecs.Codec) -> None:
+    assert codecs.parse(codecs.spec(codec)) == codec
+
+
+@pytest.mark.parametrize(
+    "text", ["foo", "zstd:level=x", "zstd:level=99", "planes:dtype=int4", "zstd:window=3"]
+)
+def test_unknown_codecs_are_refused_by_name(text: str) -> None:
+    with pytest.raises(UnsupportedError, match=text.split(":")[0]):
+        codecs.parse(text)

@@ -1,0 +1,316 @@
+"""Whole files through the pipeline: same bytes back, whatever happens on the way."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import resource
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+from conftest import state
+
+import ckz
+from ckz import pipeline
+from ckz.container_read import open_container
+from ckz.errors import ChangedError, CkzError, CorruptError, ExistsError, IncompleteError
+
+
+def sha(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def round_trip(source: Path, **options: object) -> Path:
+    """Compress and decompress beside the source; return the container."""
+    packed = source.with_name(source.name + ".ckz")
+    back = source.with_name(source.name + ".back")
+    pipeline.compress(source, packed, force=True, **options)  # type: ignore[arg-type]
+    pipeline.decompress(packed, back, force=True)
+    assert sha(back) == sha(source)
+    return packed
+
+
+@pytest.mark.parametrize("level", ["fast", "default", "max"])
+def test_a_model_comes_back(model: Path, level: str) -> None:
+    packed = round_trip(model, level=level, verify=True, sha256=True)
+    assert packed.stat().st_mode == model.stat().st_mode, "no more open than its source"
+
+
+@pytest.mark.parametrize("data", [b"", b"x", b"ab" * 700_000, os.urandom(3_000_001)])
+def test_any_file_comes_back(tmp_path: Path, data: bytes) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(data)
+    packed = round_trip(path)
+    # Bounded expansion: 64 bytes a chunk, and the container's fixed cost.
+    assert packed.stat().st_size < len(data) + 64 * (len(data) >> 20) + 10_000
+
+
+def test_bytes_do_not_depend_on_threads(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    safetensors.numpy.save_file(state(scale=300), path)
+    packed = tmp_path / "packed.ckz"
+    digests = set()
+    for threads in (1, 2, 5, 16):
+        pipeline.compress(path, packed, threads=threads, memory=400_000_000, force=True)
+        digests.add(sha(packed))
+    assert len(digests) == 1
+
+
+def test_a_tied_weight_saved_twice_is_stored_once(tmp_path: Path) -> None:
+    embedding = np.random.default_rng(0).normal(0, 0.02, (1000, 300)).astype(np.float32)
+    once, twice = tmp_path / "once.safetensors", tmp_path / "twice.safetensors"
+    safetensors.numpy.save_file({"embed": embedding}, once)
+    safetensors.numpy.save_file({"embed": embedding, "head": embedding}, twice)
+    sizes = [round_trip(path).stat().st_size for path in (once, twice)]
+    assert sizes[1] - sizes[0] < 1000
+    other = embedding.copy()
+    other.view(np.uint32)[5, 5] ^= 1
+    safetensors.numpy.save_file({"embed": embedding, "head": other}, twice)
+    # One chunk differs by one bit and is stored; the other is not.
+    assert sizes[0] * 1.5 < round_trip(twice).stat().st_size
+
+
+def test_open_gives_every_tensor(model: Path) -> None:
+    packed = round_trip(model)
+    with ckz.open(model) as source, ckz.open(packed) as stored:
+        assert list(source) == list(stored)
+        for name, expected in state().items():
+            for archive in (source, stored):
+                assert archive[name].dtype == expected.dtype
+                assert archive[name].shape == expected.shape
+                assert archive[name].tobytes() == expected.tobytes()
+
+
+def test_random_access_reads_only_its_chunks(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    safetensors.numpy.save_file(state(scale=100), path)
+    packed = round_trip(path)
+    with open_container(packed) as container:
+        names = [t.name for t in container.checkpoint.tensors]
+        victim = names.index("layers.0.weight")
+        span = container.checkpoint.tensors[victim].pieces[0].span + 1
+        first = int(container.first_chunks[int(container.spans["stream"][span])])
+        place = int(container.places[first])
+    data = bytearray(packed.read_bytes())
+    data[place] ^= 1
+    packed.write_bytes(data)
+    with ckz.open(packed) as archive:
+        assert np.array_equal(archive["embed.weight"], state(scale=100)["embed.weight"])
+        with pytest.raises(CorruptError, match=r"layers\.0\.weight"):
+            archive["layers.0.weight"]
+
+
+def test_a_directory_comes_back(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    (root / "sub" / "empty").mkdir(parents=True)
+    safetensors.numpy.save_file(state(1), root / "sub" / "a.safetensors")
+    safetensors.numpy.save_file(state(1), root / "b.safetensors")
+    (root / "config.json").write_text('{"a": 1}')
+    (root / "zero").touch()
+    (root / "script.sh").write_text("echo")
+    (root / "script.sh").chmod(0o755)
+    (root / "latest").symlink_to("sub/a.safetensors")
+    (root / "dangling").symlink_to("../../nowhere")
+    os.utime(root / "config.json", ns=(1, 1_234_567_890_123_456_789))
+    packed = tmp_path / "run.ckz"
+    pipeline.compress(root, packed)
+    back = tmp_path / "back"
+    pipeline.decompress(packed, back)
+    found = sorted(p.relative_to(back) for p in back.rglob("*"))
+    assert found == sorted(p.relative_to(root) for p in root.rglob("*"))
+    for name in found:
+        a, b = root / name, back / name
+        assert a.lstat().st_mode == b.lstat().st_mode
+        assert a.lstat().st_mtime_ns == b.lstat().st_mtime_ns
+        if a.is_symlink():
+            assert a.readlink() == b.readlink()
+        elif a.is_file():
+            assert a.read_bytes() == b.read_bytes()
+    with pytest.raises(ExistsError):
+        pipeline.decompress(packed, back)
+    (back / "config.json").unlink()
+    pipeline.decompress(packed, back, force=True)
+    assert (back / "config.json").exists()
+    assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
+
+
+def test_equal_files_of_a_directory_are_stored_once(tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    for root, copies in ((one, 1), (two, 3)):
+        root.mkdir()
+        for i in range(copies):
+            safetensors.numpy.save_file(state(1, scale=50), root / f"{i}.safetensors")
+        pipeline.compress(root, root.with_suffix(".ckz"))
+    sizes = [path.with_suffix(".ckz").stat().st_size for path in (one, two)]
+    assert sizes[1] < sizes[0] * 1.1
+
+
+def test_existing_outputs_are_kept_without_force(model: Path, tmp_path: Path) -> None:
+    target = tmp_path / "there.ckz"
+    target.write_text("mine")
+    target.chmod(0o640)
+    with pytest.raises(ExistsError):
+        pipeline.compress(model, target)
+    assert target.read_text() == "mine"
+    pipeline.compress(model, target, force=True)
+    assert stat.S_IMODE(target.stat().st_mode) == 0o640
+    pipeline.verify(target, data=True)
+
+
+def test_a_link_as_target_replaces_what_it_points_to(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "real.ckz").write_text("old")
+    (tmp_path / "link.ckz").symlink_to("real.ckz")
+    pipeline.compress(model, tmp_path / "link.ckz", force=True)
+    assert (tmp_path / "link.ckz").is_symlink()
+    pipeline.verify(tmp_path / "real.ckz")
+
+
+def test_a_source_that_changes_is_refused(model: Path, tmp_path: Path) -> None:
+    def touch(*_: int) -> None:
+        os.utime(model, ns=(5, 5))
+
+    with pytest.raises(ChangedError):
+        pipeline.compress(model, tmp_path / "x.ckz", progress=touch)
+    assert [p.name for p in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def test_missing_shards_are_refused(tmp_path: Path) -> None:
+    root = tmp_path / "hf"
+    root.mkdir()
+    safetensors.numpy.save_file({"a": np.zeros(3, "f4")}, root / "m-1.safetensors")
+    (root / "model.safetensors.index.json").write_text(
+        '{"weight_map": {"a": "m-1.safetensors", "b": "m-2.safetensors"}}'
+    )
+    with pytest.raises(IncompleteError, match=r"m-2\.safetensors"):
+        pipeline.compress(root, tmp_path / "x.ckz")
+    pipeline.compress(root, tmp_path / "x.ckz", allow_incomplete=True)
+    pipeline.decompress(tmp_path / "x.ckz", tmp_path / "back")
+
+
+def run(code: str, *args: object, limit: int | None = None) -> subprocess.CompletedProcess[str]:
+    def set_limit() -> None:
+        if limit:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+    return subprocess.run(
+        [sys.executable, "-c", code, *map(str, args)],
+        capture_output=True,
+        text=True,
+        preexec_fn=set_limit,
+        check=False,
+    )
+
+
+COMPRESS = """
+import sys
+from pathlib import Path
+from ckz import pipeline
+from ckz.errors import CkzError
+try:
+    pipeline.compress(Path(sys.argv[1]), Path(sys.argv[2]), force=True)
+except CkzError as err:
+    sys.exit(f"{err}")
+"""
+
+
+@pytest.mark.parametrize("limit", [1, 600, 3000, 9000, 2_000_000, 18_000_000])
+def test_a_full_disk_leaves_what_was_there(tmp_path: Path, limit: int) -> None:
+    source = tmp_path / "random"
+    source.write_bytes(os.urandom(20_000_000))
+    target = tmp_path / "out.ckz"
+    target.write_text("old")
+    done = run(COMPRESS, source, target, limit=limit)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert "no space left" in done.stderr
+    assert "bytes needed" in done.stderr
+    assert "bytes are free" in done.stderr
+    assert target.read_text() == "old"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out.ckz", "random"]
+
+
+def test_decompress_knows_what_it_needs(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = round_trip(model)
+    monkeypatch.setattr(pipeline.shutil, "disk_usage", lambda _: type("U", (), {"free": 5}))
+    with pytest.raises(CkzError, match=f"{model.stat().st_size} bytes needed, 5 bytes are free"):
+        pipeline.decompress(packed, model.with_name("other"))
+
+
+@pytest.mark.slow
+def test_kills_leave_the_old_file_or_a_good_new_one(tmp_path: Path) -> None:
+    source = tmp_path / "model.safetensors"
+    safetensors.numpy.save_file(state(scale=800), source)
+    target = tmp_path / "out.ckz"
+    pipeline.compress(source, target, level="fast")
+    old = sha(target)
+    began = time.perf_counter()
+    assert run(COMPRESS, source, tmp_path / "new.ckz").returncode == 0
+    whole = time.perf_counter() - began
+    new = sha(tmp_path / "new.ckz")
+    rng = random.Random(7)
+    for _ in range(50):
+        process = subprocess.Popen([sys.executable, "-c", COMPRESS, str(source), str(target)])
+        time.sleep(rng.uniform(0.1, 1.1) * whole)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        found = sha(target)
+        assert found in (old, new)
+        pipeline.verify(target, data=True)
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
+    source = tmp_path / "big.safetensors"
+    block = np.random.default_rng(0).normal(0, 0.02, 16 << 20).astype(ml_dtypes.bfloat16)
+    entries = {
+        f"t{i}": {
+            "dtype": "BF16",
+            "shape": [block.size],
+            "data_offsets": [i * block.nbytes, (i + 1) * block.nbytes],
+        }
+        for i in range(128)
+    }
+    header = json.dumps(entries).encode()
+    with source.open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        for i in range(128):
+            block.view(np.uint16)[i] ^= 1
+            file.write(np.roll(block, 7919 * i).view(np.uint16).data)
+    assert source.stat().st_size > 4 << 30
+    measure = (
+        "import resource, sys\nfrom pathlib import Path\nfrom ckz import pipeline\n"
+        "a, b = map(Path, sys.argv[2:])\n"
+        "getattr(pipeline, sys.argv[1])(a, b)\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    )
+    packed, back = tmp_path / "big.ckz", tmp_path / "back"
+    for command, a, b in (("compress", source, packed), ("decompress", packed, back)):
+        done = run(measure, command, a, b)
+        assert done.returncode == 0, done.stderr
+        assert int(done.stdout) < 400_000, f"{command}: {done.stdout} KiB"
+    assert subprocess.run(["cmp", str(source), str(back)], check=False).returncode == 0
+    for path in (source, packed, back):
+        path.unlink()
+
+
+def test_seventy_thousand_tiny_tensors_cost_little(tmp_path: Path) -> None:
+    n = 7_000
+    names = [
+        f"model.layers.{i // 384}.mlp.experts.{i % 384}.".ljust(90, "p") + f"{i:010d}"
+        for i in range(n)
+    ]
+    rng = np.random.default_rng(0)
+    source = tmp_path / "tiny.safetensors"
+    safetensors.numpy.save_file({k: rng.normal(0, 1, 16).astype("f4") for k in names}, source)
+    packed = round_trip(source)
+    assert (packed.stat().st_size - 64 * n) / n < 60
