@@ -80,8 +80,8 @@ def new_file(target: Path, *, force: bool, mode: int) -> Iterator[Path]:
     if target.is_dir():
         raise ExistsError(f"{target}: is a directory, a file cannot replace it")
     temporary = _temporary(target)
-    os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
-    try:
+    try:  # from here on: a signal between making the file and the try would leave it behind
+        os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
         yield temporary
         temporary.chmod(mode)
         sync_file(temporary)
@@ -103,8 +103,8 @@ def new_directory(target: Path, *, force: bool) -> Iterator[Path]:
     if target.is_file():
         raise ExistsError(f"{target}: is a file, a directory cannot replace it")
     temporary = _temporary(target)
-    temporary.mkdir()
     try:
+        temporary.mkdir()
         yield temporary
         for path in sorted(temporary.rglob("*")):
             if not path.is_symlink():

@@ -26,7 +26,8 @@ offset  bytes  content
   (bool), ``codecs`` (list of codec texts), ``dtypes``, ``packed`` (lists of names that the
   tables count into), ``sha256`` (path -> hex, may be empty), ``warnings``, ``level``, ``chunk``
   (its bytes).
-- ``/files /spans /streams /chunks /refs /tensors /pieces``: tables, see the dtypes in this module.
+- ``/files /spans /streams /chunks /refs /tensors /pieces /base_spans``: tables, see the dtypes in
+  this module.
   A table is one zstd frame of its rows, transposed: the first byte of every row, the second...
 - ``/dims``: int64, as a table. For each tensor its shape, and for each of its pieces that is not
   the whole tensor in row-major order: shape, strides, start.
@@ -34,13 +35,15 @@ offset  bytes  content
   tensor names, in table order; ``/name_lengths``: uint32, as a table.
 
 **Meaning.** A file is tiled by its spans (sorted by offset) and its *skeleton*, what they leave
-over. The first rows of ``/spans`` are the skeletons of the files, one a file, with offset 0. Spans
-lie in streams: span s is bytes ``at`` to ``at + nbytes`` of its stream, and the spans of a stream
-tile it. A stream is cut into chunks of ``chunk`` bytes, the last one shorter. Chunks stand in
-stream order; the stored bytes of all chunks, in order, are the payload datasets laid end to end.
-A chunk's references (``refs`` of the chunk row; in order in ``/refs``) name byte ranges of spans of
-this file (``where`` 0) or of the base (``where`` 1). References inside the file are acyclic, at
-most two deep.
+over. The first rows of ``/spans`` are the skeletons of the files, one a file, with offset 0. The
+last ones may belong to no file (``file`` 2**32 - 1): they are *models*, numbers that chunks of a
+tensor share, such as its row and column means. Spans lie in streams: span s is bytes ``at`` to
+``at + nbytes`` of its stream, and the spans of a stream tile it. A stream is cut into chunks of
+``chunk`` bytes, the last one shorter. Chunks stand in stream order; the stored bytes of all chunks,
+in order, are the payload datasets laid end to end.
+A chunk's references (``refs`` of the chunk row; in order in ``/refs``) name byte ranges, each of at
+most four chunks' length, of spans of this file (``where`` 0) or of ``/base_spans`` (``where`` 1).
+References inside the file are acyclic, at most two deep.
 
 **Checksums.** xxh3-64 of the stored bytes of each chunk; xxh3-128 of the original bytes of each
 span; of a file, xxh3-128 of its skeleton's digest and its spans' digests in order. With the user
@@ -67,11 +70,14 @@ import xxhash
 from ckz import codecs
 from ckz.checkpoint import ROLES, Checkpoint, File, Piece, Span, Tensor, contiguous_strides
 from ckz.errors import CorruptError
-from ckz.streams import Part, parts_of
+from ckz.streams import CHUNK, Part, parts_of
 
 MAGIC = b"\x89CKZ\r\n\x1a\n"
 VERSION = 1
 USER_BLOCK = 512
+NO_FILE = (1 << 32) - 1
+MAX_REFS = 6
+MAX_REF = 4 * CHUNK
 HEAD = struct.Struct("<8sIIQQ16s")
 HDF5_MAGIC = b"\x89HDF\r\n\x1a\n"
 
@@ -101,6 +107,7 @@ REFS = np.dtype([("where", "u1"), ("span", "<u4"), ("start", "<u8"), ("nbytes", 
 TENSORS = np.dtype(
     [("dtype", "u1"), ("role", "u1"), ("transform", "u1"), ("ndim", "u1"), ("pieces", "<u4")]
 )
+BASE_SPANS = np.dtype([("nbytes", "<u8"), ("digest", "V16")])
 PIECES = np.dtype([("span", "<u4"), ("offset", "<u8"), ("explicit", "u1")])
 
 KINDS = ("file", "dir", "link")
@@ -113,6 +120,7 @@ TABLES = {
     "refs": REFS,
     "tensors": TENSORS,
     "pieces": PIECES,
+    "base_spans": BASE_SPANS,
     "dims": np.dtype("<i8"),
     "name_lengths": np.dtype("<u4"),
 }
@@ -172,6 +180,11 @@ class Container:
         return np.concatenate([[0], np.cumsum(self.chunks["refs"], dtype=np.int64)])
 
     @cached_property
+    def models(self) -> int:
+        """Index of the first span that is a model; the number of spans if there are none."""
+        return int(np.count_nonzero(self.spans["file"] != NO_FILE))
+
+    @cached_property
     def checkpoint(self) -> Checkpoint:
         """The checkpoint as its reader saw it; ``root`` is the container."""
         return _unpack_checkpoint(self)
@@ -213,6 +226,8 @@ class Container:
         """Name what a span holds: a tensor, or a part of a file."""
         checkpoint = self.checkpoint
         nfiles = len(checkpoint.files)
+        if span >= self.models:
+            return f"model {span - self.models}"
         if span >= nfiles:
             for tensor in checkpoint.tensors:
                 if any(piece.span == span - nfiles for piece in tensor.pieces):
@@ -248,9 +263,10 @@ def _unpack_checkpoint(container: Container) -> Checkpoint:
         for i, (size, mode, mtime, kind, _) in enumerate(container.files.tolist())
     )
     dtypes, packed = meta["dtypes"], meta["packed"]
+    rows = container.spans[nfiles : container.models]
     spans = tuple(
         Span(file, offset, nbytes, dtypes[dtype], "<>"[order], packed[pack])
-        for file, offset, nbytes, _, _, dtype, order, pack, _ in container.spans[nfiles:].tolist()
+        for file, offset, nbytes, _, _, dtype, order, pack, _ in rows.tolist()
     )
     dims = container.dims.tolist()
     pieces = container.piece_rows.tolist()
@@ -289,6 +305,8 @@ def streams_of(container: Container) -> list[tuple[Part, ...]]:
     """Give the parts of each stream, laid out again from the span table."""
     checkpoint = container.checkpoint
     parts = parts_of(checkpoint)
+    for span, nbytes in enumerate(container.spans["nbytes"][container.models :].tolist()):
+        parts.append(Part(container.models + span, (), nbytes))
     streams: list[list[tuple[int, int]]] = [[] for _ in container.streams]
     columns = zip(
         container.spans["stream"].tolist(),

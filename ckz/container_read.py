@@ -27,6 +27,9 @@ from ckz.container import (
     HEAD,
     KINDS,
     MAGIC,
+    MAX_REF,
+    MAX_REFS,
+    NO_FILE,
     TABLES,
     TRANSFORMS,
     USER_BLOCK,
@@ -37,8 +40,6 @@ from ckz.container import (
 )
 from ckz.errors import CorruptError, UnsupportedError
 from ckz.streams import CHUNK
-
-_MAX_PARTS = 6
 
 
 def is_container(path: Path) -> bool:
@@ -261,6 +262,10 @@ def _check_spans(path: Path, meta: dict[str, Any], tables: dict[str, Rows]) -> N
     """Check that spans tile their streams, and with the skeletons their files."""
     files, spans, streams = tables["files"], tables["spans"], tables["streams"]
     nfiles = len(files)
+    is_model = spans["file"] == NO_FILE
+    nmodels = int(np.count_nonzero(is_model))
+    if not np.all(is_model[len(spans) - nmodels :]) or np.any(spans["offset"][is_model]):
+        raise CorruptError(f"{path}: a model stands between the spans of files")
     if len(spans) < nfiles or np.any(files["kind"] >= len(KINDS)):
         raise CorruptError(f"{path}: the span table lacks the skeletons of the files")
     limit = 1 << 62
@@ -269,7 +274,7 @@ def _check_spans(path: Path, meta: dict[str, Any], tables: dict[str, Rows]) -> N
     ):
         raise CorruptError(f"{path}: absurd sizes")
     if not (
-        np.all(spans["file"] < nfiles)
+        np.all((spans["file"] < nfiles) | is_model)
         and np.all(spans["dtype"] < len(meta["dtypes"]) if len(spans) > nfiles else True)
         and np.all(spans["byteorder"] < 2)
         and np.all(spans["packed"] < len(meta["packed"]))
@@ -279,7 +284,7 @@ def _check_spans(path: Path, meta: dict[str, Any], tables: dict[str, Rows]) -> N
         raise CorruptError(f"{path}: a span names a file or dtype that is not there")
     nbytes, file = spans["nbytes"].astype(np.int64), spans["file"]
     totals = np.zeros(nfiles, np.int64)
-    np.add.at(totals, file, nbytes)
+    np.add.at(totals, file[~is_model], nbytes[~is_model])
     if np.any(totals != files["size"].astype(np.int64)):
         raise CorruptError(f"{path}: the spans of a file do not make up its size")
     used = np.flatnonzero(nbytes > 0)
@@ -304,7 +309,7 @@ def _check_refs(path: Path, tables: dict[str, Rows]) -> None:
     """Check that references stay inside spans and form no cycle, at most two deep."""
     chunks, spans, refs = tables["chunks"], tables["spans"], tables["refs"]
     counts = chunks["refs"].astype(np.int64)
-    if np.any(counts > _MAX_PARTS) or counts.sum() != len(refs) or np.any(refs["where"] > 1):
+    if np.any(counts > MAX_REFS) or counts.sum() != len(refs) or np.any(refs["where"] > 1):
         raise CorruptError(f"{path}: the reference table does not fit the chunks")
     if not len(refs):
         return
@@ -314,7 +319,7 @@ def _check_refs(path: Path, tables: dict[str, Rows]) -> None:
         raise CorruptError(f"{path}: a reference names a span that is not there")
     target = spans[refs["span"]]
     start, nbytes = refs["start"].astype(object), refs["nbytes"].astype(np.int64)
-    if np.any(start + nbytes > target["nbytes"].astype(object)) or np.any(nbytes > CHUNK):
+    if np.any(start + nbytes > target["nbytes"].astype(object)) or np.any(nbytes > MAX_REF):
         raise CorruptError(f"{path}: a reference leaves its span")
     first_chunk = np.concatenate([[0], np.cumsum(tables["streams"]["chunks"], dtype=np.int64)])
     begin = target["at"].astype(np.int64) + refs["start"].astype(np.int64)
@@ -323,7 +328,8 @@ def _check_refs(path: Path, tables: dict[str, Rows]) -> None:
     owner = np.repeat(np.arange(len(chunks)), counts)
     depth = np.where(counts > 0, 3, 0)
     for level in (1, 2):
-        reached = np.maximum(depth[low], depth[high]) < level
+        # A range of at most MAX_REF bytes covers few chunks.
+        reached = np.all([depth[np.minimum(low + k, high)] < level for k in range(6)], axis=0)
         ready = np.ones(len(chunks), bool)
         np.logical_and.at(ready, owner, reached)
         depth[ready & (depth == 3)] = level
@@ -347,7 +353,7 @@ def _check_names(path: Path, container: Container) -> None:
             raise CorruptError(f"{path}: file name {name!r} would leave the output directory")
         if any("/".join(parts[:k]) in holders for k in range(1, len(parts))):
             raise CorruptError(f"{path}: file {name!r} would lie inside another file or a link")
-    rows, pieces, nspans = container.tensor_rows, container.piece_rows, len(container.spans)
+    rows, pieces, nspans = container.tensor_rows, container.piece_rows, container.models
     if (
         np.any(rows["dtype"] >= len(container.meta["dtypes"]))
         or np.any(rows["role"] >= len(ROLES))

@@ -16,11 +16,13 @@ import zstandard
 from ckz import __version__
 from ckz.checkpoint import ROLES, Checkpoint, contiguous_strides
 from ckz.container import (
+    BASE_SPANS,
     CHUNKS,
     FILES,
     HEAD,
     KINDS,
     MAGIC,
+    NO_FILE,
     PIECES,
     REFS,
     SPANS,
@@ -117,7 +119,7 @@ class Writer:
         ----------
         checkpoint : what was compressed.
         streams : in the order their chunks were added.
-        digests : xxh3-128 of each file's skeleton, then of each span.
+        digests : xxh3-128 of each file's skeleton, then of each span, then of each model.
         level : what the chunks were coded with.
         sha256 : path -> hex digest, for the files whose sha256 was asked for.
         """
@@ -141,6 +143,7 @@ class Writer:
             "refs": np.array(self._refs, REFS),
             "tensors": tensors,
             "pieces": pieces,
+            "base_spans": np.array([], BASE_SPANS),
             "dims": dims,
             "name_lengths": np.array([len(name) for name in names], "<u4"),
         }
@@ -236,7 +239,7 @@ def _pack_spans(
             places[part.span] = number, at
             at += part.nbytes
     by_file: list[list[bytes]] = [[digest] for digest in digests[:nfiles]]
-    for span, digest in zip(checkpoint.spans, digests[nfiles:], strict=True):
+    for span, digest in zip(checkpoint.spans, digests[nfiles:], strict=False):
         by_file[span.file].append(digest)
     files = [
         (f.size, f.mode, f.mtime_ns, KINDS.index(f.kind), file_digest(by_file[i]))
@@ -259,6 +262,11 @@ def _pack_spans(
             digests[nfiles + i],
         )
         for i, span in enumerate(checkpoint.spans)
+    ]
+    models = [part for stream in streams for part in stream.parts if part.span >= len(rows)]
+    rows += [
+        (NO_FILE, 0, part.nbytes, *places[part.span], 0, 0, 0, digests[part.span])
+        for part in sorted(models, key=lambda part: part.span)
     ]
     stream_rows = [(s.nbytes, s.chunks, ROLES.index(s.role)) for s in streams]
     return np.array(files, FILES), np.array(rows, SPANS), np.array(stream_rows, STREAMS)

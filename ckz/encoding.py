@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from queue import SimpleQueue
 from typing import NamedTuple
@@ -13,15 +13,17 @@ import numpy.typing as npt
 import xxhash
 
 from ckz import codecs
-from ckz.checkpoint import Checkpoint, Span
+from ckz.checkpoint import Checkpoint
+from ckz.choosing import Choice, choose
 from ckz.codecs.raw import Raw
 from ckz.codecs.same import Same
+from ckz.codecs.zstd import Zstd
 from ckz.container import Ref
 from ckz.errors import CorruptError
 from ckz.files import FileSet
 from ckz.hashing import SpanHasher
 from ckz.plan import Plan
-from ckz.streams import CHUNK, Slicer
+from ckz.streams import CHUNK, Part, Slicer, Stream, parts_of
 from ckz.workers import Workers, chunk_buffers, in_order
 
 Bytes = npt.NDArray[np.uint8]
@@ -38,7 +40,8 @@ class Coded(NamedTuple):
     codec : its text; what was tried and did not pay is ``raw``.
     raw : bytes it decodes to.
     checksum : xxh3-64 of the payload.
-    role : of the tensors in it, or ``skeleton``.
+    role : of the tensors in it, or ``skeleton``; what a model costs counts for its tensor.
+    original : False for a model, which stands for no bytes of the source.
     """
 
     codec: str
@@ -47,79 +50,125 @@ class Coded(NamedTuple):
     checksum: int
     refs: tuple[Ref, ...]
     role: str
+    original: bool = True
 
 
-def encode(
-    checkpoint: Checkpoint,
-    plan: Plan,
-    workers: Workers,
-    digests: list[bytes],
-    *,
-    accept_bad_crc: bool,
-) -> Iterator[Coded]:
-    """Read, hash and code all streams of a plan; chunks come in order.
+class _Try(NamedTuple):
+    """A codec to try on a chunk, with what it leans on."""
 
-    Parameters
+    text: str
+    codec: codecs.Codec
+    refs: tuple[Ref, ...]
+    data: list[Bytes]
+
+
+class Encoder:
+    """Codes all streams of a plan; what the container must know is gathered on the way.
+
+    Attributes
     ----------
-    digests : filled with the xxh3-128 of each file's skeleton, then of each span.
-    accept_bad_crc : go on where a zip's checksum does not fit its data.
-
-    Raises
-    ------
-    CorruptError
-        On such a checksum.
-    ChangedError
-        If a file becomes shorter.
+    digests : xxh3-128 of each file's skeleton, then of each span, then of each model.
+    streams : as coded: those of the plan, a model's before the one that needs it.
     """
-    paths = [checkpoint.path_of(i) for i in range(len(checkpoint.files))]
-    nparts = len(checkpoint.files) + len(checkpoint.spans)
-    digests[:] = [xxhash.xxh3_128_digest(b"")] * nparts
-    with FileSet(paths, os.O_RDONLY) as files:
+
+    def __init__(self, checkpoint: Checkpoint, plan: Plan, *, accept_bad_crc: bool = False) -> None:
+        self._checkpoint = checkpoint
+        self._plan = plan
+        self._accept_bad_crc = accept_bad_crc
+        self._parts = parts_of(checkpoint)
+        self.digests = [xxhash.xxh3_128_digest(b"")] * len(self._parts)
+        self.streams: list[Stream] = []
+
+    def run(self, workers: Workers) -> Iterator[Coded]:
+        """Read, hash and code everything; chunks come in order.
+
+        Raises
+        ------
+        CorruptError
+            If a zip's checksum does not fit its data, unless ``accept_bad_crc``.
+        ChangedError
+            If a file becomes shorter.
+        """
+        paths = [self._checkpoint.path_of(i) for i in range(len(self._checkpoint.files))]
+        with FileSet(paths, os.O_RDONLY) as files:
+            yield from in_order(workers, self._jobs(files, workers))
+
+    def _jobs(self, files: FileSet, workers: Workers) -> Iterator[Callable[[], Coded]]:
+        """Read chunk after chunk, hash it, and give the job that codes it."""
         buffers = chunk_buffers(workers)
-        jobs = _jobs(checkpoint, plan, files, buffers, digests, accept_bad_crc)
-        yield from in_order(workers, jobs)
+        hasher = SpanHasher(self.digests)
+        repeats = _Repeats(files)
+        for stream, candidates in zip(self._plan.streams, self._plan.candidates, strict=True):
+            slicer = Slicer(stream.parts)
+            choices = choose(
+                stream,
+                candidates,
+                partial(_read_stream, files, slicer),
+                partial(self._read_ref, files),
+                workers,
+                len(self.digests),
+            )
+            role = stream.role
+            if stream.parts[0].span < len(self._checkpoint.files):
+                role = "skeleton"
+            if (model := choices[0].model) is not None:
+                yield from self._model_jobs(model, role)
+            self.streams.append(stream)
+            for start in range(0, stream.nbytes, CHUNK):
+                stop = min(start + CHUNK, stream.nbytes)
+                buffer = buffers.get()
+                chunk = buffer[: stop - start]
+                files.read(slicer.extents_in(start, stop), chunk)
+                covered = list(slicer.parts_in(start, stop))
+                self._hash(hasher, covered, chunk)
+                if len(covered) == 1 and chunk.size >= _MIN_REPEAT:
+                    place = Ref(covered[0][0].span, covered[0][1], chunk.size)
+                    if earlier := repeats.find(chunk, slicer, start, place):
+                        buffers.put(buffer)
+                        yield partial(_same, chunk.size, earlier, role)
+                        continue
+                tries = [self._try(files, choice, start, stop) for choice in choices]
+                yield partial(_encode_chunk, tries, start, buffer, chunk, role, buffers)
+
+    def _model_jobs(self, model: Bytes, role: str) -> Iterator[Callable[[], Coded]]:
+        part = Part(len(self.digests), (), model.size)
+        self.digests.append(xxhash.xxh3_128_digest(model.data))
+        self.streams.append(Stream((part,), model.size, "bytes", "<", role))
+        tries = [_Try(codecs.spec(Zstd(9)), Zstd(9), (), [])]
+        for start in range(0, model.size, CHUNK):
+            chunk = model[start : start + CHUNK]
+            yield partial(_encode_chunk, tries, start, chunk, chunk, role, SimpleQueue())
+
+    def _hash(self, hasher: SpanHasher, covered: list[tuple[Part, int, int]], chunk: Bytes) -> None:
+        nfiles = len(self._checkpoint.files)
+        at = 0
+        for part, first, last in covered:
+            data = chunk[at : at + last - first]
+            at += data.size
+            # Of what a file packed itself it states the plain data's CRC.
+            span = self._checkpoint.spans[part.span - nfiles] if part.span >= nfiles else None
+            crc32 = span.crc32 if span and not span.packed else -1
+            holds = hasher.update(part.span, part.nbytes, last, data, crc32)
+            if not holds and not self._accept_bad_crc:
+                raise _bad_crc(self._checkpoint, part.span - nfiles)
+
+    def _try(self, files: FileSet, choice: Choice, start: int, stop: int) -> _Try:
+        refs = choice.refs(start, stop) or ()
+        if choice.model is None:
+            data = [self._read_ref(files, ref) for ref in refs]
+        else:
+            data = [choice.model[ref.start : ref.start + ref.nbytes] for ref in refs]
+        return _Try(choice.text, choice.codec, refs, data)
+
+    def _read_ref(self, files: FileSet, ref: Ref) -> Bytes:
+        out = np.empty(ref.nbytes, np.uint8)
+        slicer = Slicer([self._parts[ref.span]])
+        files.read(slicer.extents_in(ref.start, ref.start + ref.nbytes), out)
+        return out
 
 
-def _jobs(
-    checkpoint: Checkpoint,
-    plan: Plan,
-    files: FileSet,
-    buffers: SimpleQueue[Bytes],
-    digests: list[bytes],
-    accept_bad_crc: bool,
-) -> Iterator[Callable[[], Coded]]:
-    """Read chunk after chunk, hash it, and give the job that codes it."""
-    nfiles = len(checkpoint.files)
-    hasher = SpanHasher(digests)
-    repeats = _Repeats(files)
-    for stream, text in zip(plan.streams, plan.codecs, strict=True):
-        slicer = Slicer(stream.parts)
-        codec = codecs.parse(text)
-        role = "skeleton" if stream.parts[0].span < nfiles else stream.role
-        for start in range(0, stream.nbytes, CHUNK):
-            stop = min(start + CHUNK, stream.nbytes)
-            buffer = buffers.get()
-            chunk = buffer[: stop - start]
-            files.read(slicer.extents_in(start, stop), chunk)
-            covered = list(slicer.parts_in(start, stop))
-            at = 0
-            for part, first, last in covered:
-                span = part.span - nfiles
-                crc32 = -1 if span < 0 else _stated_crc32(checkpoint.spans[span])
-                data = chunk[at : at + last - first]
-                at += data.size
-                holds = hasher.update(part.span, part.nbytes, last, data, crc32)
-                if not holds and not accept_bad_crc:
-                    raise _bad_crc(checkpoint, span)
-            earlier = None
-            if len(covered) == 1 and chunk.size >= _MIN_REPEAT:
-                place = Ref(covered[0][0].span, covered[0][1], chunk.size)
-                earlier = repeats.find(chunk, slicer, start, place)
-            if earlier:
-                buffers.put(buffer)
-                yield partial(_same, chunk.size, earlier, role)
-            else:
-                yield partial(_encode_chunk, text, codec, buffer, chunk, role, buffers)
+def _read_stream(files: FileSet, slicer: Slicer, start: int, out: Bytes) -> None:
+    files.read(slicer.extents_in(start, start + out.size), out)
 
 
 def _same(raw: int, ref: Ref, role: str) -> Coded:
@@ -127,20 +176,24 @@ def _same(raw: int, ref: Ref, role: str) -> Coded:
 
 
 def _encode_chunk(
-    text: str,
-    codec: codecs.Codec,
+    tries: Sequence[_Try],
+    start: int,
     buffer: Bytes,
     chunk: Bytes,
     role: str,
     buffers: SimpleQueue[Bytes],
 ) -> Coded:
-    """Code one chunk, or keep it raw, and give its buffer back."""
-    payload = codec.encode(chunk)
-    if payload is None or len(payload) >= chunk.size:
-        text, payload = Raw.name, Raw().encode(chunk)
-    raw = chunk.size
+    """Code one chunk by the first codec that pays, or keep it raw, and give its buffer back."""
+    coded = Coded(Raw.name, b"", chunk.size, 0, (), role, buffer is not chunk)
+    for attempt in tries:
+        payload = attempt.codec.encode(chunk, attempt.data, start)
+        if payload is not None and len(payload) < chunk.size:
+            coded = coded._replace(codec=attempt.text, payload=payload, refs=attempt.refs)
+            break
+    else:
+        coded = coded._replace(payload=chunk.tobytes())
     buffers.put(buffer)
-    return Coded(text, payload, raw, xxhash.xxh3_64_intdigest(payload), (), role)
+    return coded._replace(checksum=xxhash.xxh3_64_intdigest(coded.payload))
 
 
 class _Repeats:
@@ -160,11 +213,6 @@ class _Repeats:
         spare = self._spare[: chunk.size]
         self._files.read(first[0].extents_in(first[1], first[1] + chunk.size), spare)
         return first[2] if np.array_equal(spare, chunk) else None
-
-
-def _stated_crc32(span: Span) -> int:
-    """What the file says about the stored bytes; of what it packed itself it tells the plain CRC."""
-    return -1 if span.packed else span.crc32
 
 
 def _bad_crc(checkpoint: Checkpoint, span: int) -> CorruptError:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from ckz.checkpoint import Checkpoint
+from ckz.checkpoint import ROLES, Checkpoint
 from ckz.container import Container
 from ckz.container_read import is_container, open_container
 from ckz.formats import read_checkpoint
@@ -105,7 +107,7 @@ def _inspect(checkpoint: Checkpoint, path: Path, container: Container | None) ->
         stored_nbytes=container.nbytes if container else None,
         files=sum(file.kind == "file" for file in checkpoint.files),
         tensors=tuple(rows),
-        roles=_roles(checkpoint, stored),
+        roles=_roles(checkpoint, container),
         hidden_nbytes=_hidden(checkpoint),
         codecs=_codecs(container) if container else {},
         warnings=checkpoint.warnings,
@@ -113,14 +115,19 @@ def _inspect(checkpoint: Checkpoint, path: Path, container: Container | None) ->
     )
 
 
-def _span_costs(container: Container) -> np.ndarray:
+def _stream_costs(container: Container) -> npt.NDArray[np.int64]:
+    """Give each stream's stored bytes."""
+    ends = np.concatenate([[0], np.cumsum(container.chunks["stored"], dtype=np.int64)])
+    costs: npt.NDArray[np.int64] = np.diff(ends[container.first_chunks])
+    return costs
+
+
+def _span_costs(container: Container) -> npt.NDArray[np.float64]:
     """Give each span's stored bytes: those of its stream, by its share of it."""
     if not len(container.streams):
         return np.zeros(len(container.spans))
-    starts = container.first_chunks[:-1]
-    per_stream = np.add.reduceat(container.chunks["stored"].astype(np.int64), starts)
-    ratio = per_stream / container.streams["nbytes"]
-    costs: np.ndarray = np.where(
+    ratio = _stream_costs(container) / container.streams["nbytes"]
+    costs: npt.NDArray[np.float64] = np.where(
         container.spans["nbytes"] > 0,
         ratio[np.minimum(container.spans["stream"], len(ratio) - 1)] * container.spans["nbytes"],
         0,
@@ -128,25 +135,22 @@ def _span_costs(container: Container) -> np.ndarray:
     return costs
 
 
-def _roles(checkpoint: Checkpoint, stored: list[float] | None) -> dict[str, tuple[int, int | None]]:
-    nfiles = len(checkpoint.files)
-    skeleton = sum(file.size for file in checkpoint.files) - sum(
-        span.nbytes for span in checkpoint.spans
-    )
-    entries = [("skeleton", skeleton, sum(stored[:nfiles]) if stored else 0.0)]
-    for number, (role, span) in enumerate(
-        zip(span_roles(checkpoint), checkpoint.spans, strict=True), start=nfiles
-    ):
-        entries.append((role, span.nbytes, stored[number] if stored else 0.0))
-    totals: dict[str, list[float]] = {}
-    for role, raw, cost in entries:
-        total = totals.setdefault(role, [0, 0.0])
-        total[0] += raw
-        total[1] += cost
-    return {
-        role: (int(raw), round(cost) if stored is not None else None)
-        for role, (raw, cost) in totals.items()
-    }
+def _roles(
+    checkpoint: Checkpoint, container: Container | None
+) -> dict[str, tuple[int, int | None]]:
+    """Total the bytes of every role; a model's cost counts for the tensor it is of."""
+    raw: Counter[str] = Counter()
+    for role, span in zip(span_roles(checkpoint), checkpoint.spans, strict=True):
+        raw[role] += span.nbytes
+    raw["skeleton"] = checkpoint.nbytes - raw.total()
+    if container is None:
+        return {role: (nbytes, None) for role, nbytes in raw.items()}
+    stored: Counter[str] = Counter()
+    skeletons = set(container.spans["stream"][: len(checkpoint.files)].tolist())
+    for stream, nbytes in enumerate(_stream_costs(container).tolist()):
+        role = ROLES[int(container.streams["role"][stream])]
+        stored["skeleton" if stream in skeletons and role == "other" else role] += nbytes
+    return {role: (raw[role], stored[role]) for role in raw | stored}
 
 
 def _hidden(checkpoint: Checkpoint) -> int:

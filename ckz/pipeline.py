@@ -24,7 +24,7 @@ from ckz.checkpoint import Checkpoint
 from ckz.container import Container
 from ckz.container_read import open_container
 from ckz.container_write import Writer
-from ckz.encoding import encode
+from ckz.encoding import Encoder
 from ckz.errors import ChangedError, CkzError, CorruptError, IncompleteError, UnsupportedError
 from ckz.files import FileSet
 from ckz.formats import read_checkpoint
@@ -111,7 +111,7 @@ def compress(
     state = _Progress(checkpoint.nbytes, progress)
     if dry_run:
         return _report(source, output, checkpoint, 0, began)
-    digests: list[bytes] = []
+    encoder = Encoder(checkpoint, plan, accept_bad_crc=accept_bad_crc)
     with (
         atomic.explain_full_disk(target, state),
         atomic.new_file(target, force=force, mode=_mode(source, target)) as temporary,
@@ -120,12 +120,14 @@ def compress(
         hashes = workers.pool.submit(_sha256_of, checkpoint) if sha256 else None
         writer = Writer(temporary)
         try:
-            for coded in encode(checkpoint, plan, workers, digests, accept_bad_crc=accept_bad_crc):
+            for coded in encoder.run(workers):
                 writer.add_chunk(coded.codec, coded.payload, coded.raw, coded.checksum, coded.refs)
-                state.add(coded.role, coded.raw, len(coded.payload))
+                state.add(coded.role, coded.raw * coded.original, len(coded.payload))
             sums = hashes.result() if hashes else {}
             _check_unchanged(checkpoint)
-            stored = writer.finish(checkpoint, plan.streams, digests, level=level, sha256=sums)
+            stored = writer.finish(
+                checkpoint, encoder.streams, encoder.digests, level=level, sha256=sums
+            )
         finally:
             writer.close()
         if verify:

@@ -1,17 +1,23 @@
-"""Which codec where: a pure function of the checkpoint and the level.
+"""Which codec where: a pure function of the checkpoint, the level and what was found equal.
 
-The plan is data. It is printed by ``--dry-run``, it decides nothing while bytes flow, and decoding
-never looks at it.
+The plan is data and is printed by ``--dry-run``. For each stream it names the codecs that may
+apply; where several do, the encoder decides by their cost on samples of the stream. Decoding never
+looks at a plan.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from ckz import codecs
-from ckz.checkpoint import Checkpoint
+from ckz.checkpoint import Checkpoint, contiguous_strides
+from ckz.codecs.cast import Cast
 from ckz.codecs.planes import Planes
+from ckz.codecs.rowcol import RowCol
 from ckz.codecs.zstd import Zstd
+from ckz.container import Ref
 from ckz.errors import UsageError
 from ckz.streams import Stream, build_streams
 
@@ -34,23 +40,51 @@ _PLANES = {
     "float8_e8m0fnu": "fp8",
 }
 
+# Means of fewer rows or columns say nothing.
+_MIN_SIDE = 8
+# A reference to all column means must not exceed a chunk.
+_MAX_COLUMNS = 1 << 18
+
+
+class Candidate(NamedTuple):
+    """A codec that may apply to a stream.
+
+    Attributes
+    ----------
+    codec : its text.
+    matrix : rows and columns of the stream's one tensor, for codecs that have a model of it.
+    source : ranges that, laid end to end, the whole stream derives from.
+    """
+
+    codec: str
+    matrix: tuple[int, int] | None = None
+    source: tuple[Ref, ...] = ()
+
 
 class Plan(NamedTuple):
-    """What is coded together, and how.
+    """What is coded together, and how it may be.
 
     Attributes
     ----------
     streams : in the order they are stored.
-    codecs : for each stream the text of its codec; a chunk it does not make smaller stays raw, and
-        one whose bytes came before becomes ``same``.
+    candidates : for each stream; a chunk that none makes smaller stays raw, and one whose bytes
+        came before becomes ``same``.
     """
 
     streams: tuple[Stream, ...]
-    codecs: tuple[str, ...]
+    candidates: tuple[tuple[Candidate, ...], ...]
 
 
-def make_plan(checkpoint: Checkpoint, level: str = "default") -> Plan:
-    """Choose a codec for everything in a checkpoint.
+def make_plan(
+    checkpoint: Checkpoint,
+    level: str = "default",
+    casts: Mapping[int, tuple[Ref, ...]] | None = None,
+) -> Plan:
+    """Choose the codecs for everything in a checkpoint.
+
+    Parameters
+    ----------
+    casts : span -> the float32 ranges that it is the 16-bit cast of.
 
     Raises
     ------
@@ -60,10 +94,57 @@ def make_plan(checkpoint: Checkpoint, level: str = "default") -> Plan:
     if level not in LEVELS:
         raise UsageError(f"level {level!r} does not exist; there are {', '.join(LEVELS)}")
     streams = build_streams(checkpoint)
-    return Plan(tuple(streams), tuple(_codec(stream, level) for stream in streams))
+    matrices = _matrices(checkpoint) if level != "fast" else {}
+    nfiles = len(checkpoint.files)
+    candidates = []
+    for stream in streams:
+        span = stream.parts[0].span - nfiles if len(stream.parts) == 1 else -1
+        source = (casts or {}).get(span, ())
+        candidates.append(tuple(_candidates(stream, level, matrices.get(span), source)))
+    return Plan(tuple(streams), tuple(candidates))
 
 
-def _codec(stream: Stream, level: str) -> str:
+def _candidates(
+    stream: Stream, level: str, matrix: tuple[int, int] | None, source: tuple[Ref, ...]
+) -> list[Candidate]:
+    found = []
+    if source:
+        found.append(Candidate(codecs.spec(Cast(stream.dtype)), source=source))
+    moments = {"momentum": 1, "variance": 0}
+    if matrix and stream.role in moments and (stream.dtype, stream.byteorder) == ("float32", "<"):
+        found.append(Candidate(codecs.spec(RowCol(moments[stream.role])), matrix=matrix))
     if stream.dtype in _PLANES:
-        return codecs.spec(Planes(_PLANES[stream.dtype], stream.byteorder))
-    return codecs.spec(Zstd(_ZSTD_LEVEL[level]))
+        found.append(Candidate(codecs.spec(Planes(_PLANES[stream.dtype], stream.byteorder))))
+    else:
+        found.append(Candidate(codecs.spec(Zstd(_ZSTD_LEVEL[level]))))
+    return found
+
+
+def _matrices(checkpoint: Checkpoint) -> dict[int, tuple[int, int]]:
+    """Give rows and columns of each span that is one row-major tensor of two sides or more."""
+    found: dict[int, tuple[int, int]] = {}
+    seen: set[int] = set()
+    for tensor in checkpoint.tensors:
+        for piece in tensor.pieces:
+            shape = piece.shape
+            alone = piece.span not in seen
+            seen.add(piece.span)
+            found.pop(piece.span, None)
+            nbytes = 4 * math.prod(shape)
+            if (
+                alone
+                and len(shape) >= 2
+                and piece.strides == contiguous_strides(shape)
+                and checkpoint.spans[piece.span].nbytes == nbytes
+            ):
+                rows, columns = _sides(shape)
+                if rows >= _MIN_SIDE and _MIN_SIDE <= columns <= _MAX_COLUMNS:
+                    found[piece.span] = rows, columns
+    return found
+
+
+def _sides(shape: tuple[int, ...]) -> tuple[int, int]:
+    """See a tensor as a matrix: stacked matrices one below the other, a kernel as one row."""
+    if min(shape[-2:]) >= _MIN_SIDE:
+        return math.prod(shape[:-1]), shape[-1]
+    return shape[0], math.prod(shape[1:])

@@ -117,7 +117,7 @@ def _check_span(container: Container, span: int, digest: bytes) -> None:
 
 def _check_files(container: Container, digests: list[bytes]) -> None:
     by_file: list[list[bytes]] = [[] for _ in container.files]
-    for span, file in enumerate(container.spans["file"].tolist()):
+    for span, file in enumerate(container.spans["file"][: container.models].tolist()):
         by_file[file].append(digests[span])
     for index, found in enumerate(by_file):
         if file_digest(found) != container.files["digest"][index].tobytes():

@@ -79,6 +79,7 @@ _PARAMETERS = frozenset({
 })
 # fmt: on
 _PARAMETER_ENDS = ("weight", "bias", "kernel", "embedding", "embeddings", "_proj", "_param")
+_FACTORED = ("_row", "_col", "row_var", "col_var")
 _MAX_WORK = 10**7
 _OPTIMIZER = re.compile(r"(^|[._])(optim(izers?)?|opt)([._]|$)")
 
@@ -258,6 +259,8 @@ def match_optimizer(tensors: Sequence[Tensor]) -> dict[str, str]:
     for tensor in tensors:
         if tensor.role not in ("momentum", "variance", "master"):
             continue
+        if tensor.name.endswith(_FACTORED):
+            continue  # rows or columns of a second moment: not of the weight's shape
         group, key, parameter = _key(tensor.name)
         if key:
             numbered[group][key].append(tensor)
@@ -335,8 +338,7 @@ def _align(
 ) -> dict[str, str]:
     """Match one optimizer's numbered states to weights, by order and shape."""
     keys = sorted(states)
-    # Factored second moments (rows, columns) do not have the weight's shape: the largest has.
-    shapes = [max(states[key], key=lambda t: t.nbytes).shape for key in keys]
+    shapes = [states[key][0].shape for key in keys]
     for later in _GROUPS:
         ordered = sorted(weights, key=later)
         places = _embed(shapes, [weight.shape for weight in ordered])

@@ -563,7 +563,7 @@ def test_a_signal_while_spooling_leaves_nothing(
         assert process.stderr
         process.stdin.write(b"x" * 3_000_000)
         process.stdin.flush()
-        wait_for(lambda: bool(leftovers()))
+        wait_for(bytes_are_written)
         process.send_signal(number)
         assert process.wait(10) == code
         assert process.stderr.read() == b""
@@ -575,10 +575,18 @@ def test_a_signal_while_writing_leaves_nothing(here: Path) -> None:
     data = np.random.default_rng(0).normal(0, 0.02, 25_000_000).astype(np.float32)
     save_file({"w": data}, "m.safetensors")
     with subprocess.Popen([*COMMAND, "compress", "m.safetensors"]) as process:
-        wait_for(lambda: bool(leftovers()))
+        wait_for(bytes_are_written)
         process.send_signal(signal.SIGTERM)
         assert process.wait(10) == 143
     assert [p.name for p in here.iterdir()] == ["m.safetensors"]
+
+
+def bytes_are_written() -> bool:
+    return any(
+        path.is_file() and path.stat().st_size
+        for top in leftovers()
+        for path in (top, *top.rglob("*"))
+    )
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
@@ -598,6 +606,16 @@ def test_quiet_and_verbose_do_not_change_the_code(container: Path, run: Run) -> 
         assert bool(result.err) is said
     assert run("verify", container).err.startswith("model.safetensors.ckz: ok, ")
     assert run("verify", "-q", container) == (0, "", "")
+
+
+def test_verbose_says_more(model: Path, run: Run) -> None:
+    plain, more, most = (run("compress", "-f", *v, model).err for v in ((), ("-v",), ("-vv",)))
+    assert plain.count("\n") == 1
+    assert "  7 tensors\n" in more
+    assert "  weight: 49.2 kB -> " in more
+    assert "CPU-s" in most
+    assert "CPU-s" not in more
+    assert run("inspect", "-v", "model.safetensors.ckz").out.count("codec") == 1
 
 
 def test_json_results(model: Path, run: Run) -> None:
@@ -720,6 +738,12 @@ def test_sizes(written: str, nbytes: int) -> None:
 def test_wrong_sizes(written: str) -> None:
     with pytest.raises(typer.BadParameter):
         parse_size(written)
+
+
+def test_names_are_shortened_in_the_middle() -> None:
+    assert text.shortened("layers.*.attention.weight", 25) == "layers.*.attention.weight"
+    assert text.shortened("layers.*.attention.weight", 24) == "layers.*..tention.weight"
+    assert len(text.shortened("x" * 99, 3)) == 16
 
 
 def test_text() -> None:

@@ -146,8 +146,11 @@ def test_keras_batch_normalisation_statistics_are_exact() -> None:
         st.tuples(
             st.lists(
                 st.sampled_from(
-                    ["optimizer", "state", "0", "9" * 5000, "exp_avg", "vars", "param", "scale", ""]
-                    + ["fp32", "pt", "weight", "experts", "mu", "x", "\ud800", "vars:0", "²"]
+                    [
+                        *("optimizer", "state", "0", "9" * 5000, "exp_avg", "vars", "param"),
+                        *("scale", "fp32", "pt", "weight", "experts", "mu", "x", "", "\ud800"),
+                        *("vars:0", "²"),
+                    ]
                 ),
                 max_size=6,
             ),
@@ -409,5 +412,6 @@ def test_factored_moments_are_not_taken_for_vectors() -> None:
         tensor("model.b.bias", (4,)),
         tensor("o.state.0.exp_avg", (4, 8)),
         tensor("o.state.0.exp_avg_sq_row", (4,)),
+        tensor("o.state.1.exp_avg_sq_row", (4,)),
     ]
     assert match_optimizer(assign_roles(tensors)) == {"o.state.0.exp_avg": "model.a.weight"}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from ckz.cli import names, options, progress, removal, streams, text
-from ckz.cli.outcome import configure, each, notice, print_result, report_to_json, warn
+from ckz.cli.outcome import configure, each, print_result, report_to_json, tell
 from ckz.errors import CkzError
 
 if TYPE_CHECKING:
@@ -52,7 +52,10 @@ def compress(
     quiet: options.Quiet = 0,
     verbose: options.Verbose = 0,
 ) -> None:
-    """Compress checkpoints: SRC becomes SRC.ckz, and SRC is kept."""
+    """Compress checkpoints: SRC becomes SRC.ckz.
+
+    The source is kept, and decompress gives back exactly its bytes.
+    """
     configure(quiet=quiet, verbose=verbose, as_json=as_json)
     to_stdout = names.goes_to_stdout(sources, output, stdout)
     names.check_combination(sources, to_stdout=to_stdout, as_json=as_json, keep=keep)
@@ -68,7 +71,7 @@ def compress(
             progress.bar(source, wanted=not (no_progress or quiet)) as on_bytes,
         ):
             assert out is not None  # names.compressed always gives a name
-            names.check_target(path, out)
+            names.check_target(path, out, force=force)
             if not force and is_container(path):
                 raise CkzError("is compressed already; -f compresses it once more")
             is_directory = path.is_dir()
@@ -91,8 +94,7 @@ def compress(
         if before is not None and not dry_run:
             removal.remove(path, before)
         report = replace(report, source=source, output=str(target or names.DASH))
-        warn(source, report.warnings)
-        notice(_summary(report, dry_run=dry_run))
+        tell(source, report, _summary(report, dry_run=dry_run))
         if sha256 and not (as_json or to_stdout):
             for name, digest in report.sha256.items():
                 # As sha256sum prints them, so that `sha256sum -c` checks the restored files.

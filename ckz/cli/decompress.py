@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ckz.cli import names, options, progress, removal, streams, text
-from ckz.cli.outcome import configure, each, notice, report_to_json, warn
+from ckz.cli.outcome import configure, each, report_to_json, tell
 from ckz.errors import UsageError
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def decompress(
     quiet: options.Quiet = 0,
     verbose: options.Verbose = 0,
 ) -> None:
-    """Restore checkpoints, byte for byte: SRC.ckz becomes SRC, and SRC.ckz is kept.
+    """Restore checkpoints, byte for byte: SRC.ckz becomes SRC.
 
     With --only, the tensors whose names match go into one file, SRC.only.safetensors.
     """
@@ -50,7 +50,7 @@ def decompress(
             progress.bar(source, wanted=not (no_progress or quiet)) as on_bytes,
         ):
             if out is not None:
-                names.check_target(path, out)
+                names.check_target(path, out, force=force)
             before = None if keep else removal.state_of(path)
             if only:
                 assert out is not None  # names.tensors_file always gives a name
@@ -75,8 +75,7 @@ def decompress(
         if before is not None and not dry_run:
             removal.remove(path, before)
         report = replace(report, source=source, output=names.DASH if to_stdout else report.output)
-        warn(source, report.warnings)
-        notice(_summary(report, dry_run=dry_run))
+        tell(source, report, _summary(report, dry_run=dry_run))
         return report
 
     each(sources, act, to_json=report_to_json if as_json else None)

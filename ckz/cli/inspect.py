@@ -28,7 +28,7 @@ def inspect(
     quiet: options.Quiet = 0,
     verbose: options.Verbose = 0,
 ) -> None:
-    """Show the tensors, roles and sizes of checkpoints, compressed or not.
+    """Show tensors, roles and sizes, compressed or not.
 
     Tensors whose names differ in their numbers only share a line, with * for each number.
     """
@@ -41,7 +41,9 @@ def inspect(
         wanted = (row for row in found.tensors if not only or _matches(row.name, only))
         found = replace(found, path=source, tensors=tuple(wanted))
         if not as_json:
-            print_result("\n".join(_lines(found, everything=everything, totals=not only)))
+            print_result(
+                "\n".join(_lines(found, everything=everything, totals=not only, verbose=verbose))
+            )
         return found
 
     each(sources, act, to_json=_to_json if as_json else None)
@@ -51,7 +53,7 @@ def _matches(name: str, globs: Sequence[str]) -> bool:
     return any(fnmatchcase(name, glob) for glob in globs)
 
 
-def _lines(found: Inspection, *, everything: bool, totals: bool) -> Iterator[str]:
+def _lines(found: Inspection, *, everything: bool, totals: bool, verbose: int) -> Iterator[str]:
     parts = [found.format, text.count(found.files, "file")]
     parts.append(text.count(len(found.tensors), "tensor"))
     if found.stored_nbytes is None:
@@ -68,6 +70,10 @@ def _lines(found: Inspection, *, everything: bool, totals: bool) -> Iterator[str
         yield from _role_table(found)
     if totals and found.hidden_nbytes:
         yield f"{text.size(found.hidden_nbytes)} of storage belong to no tensor"
+    if verbose and found.codecs:
+        yield ""
+        codecs = [[codec, f"{chunks:,}"] for codec, chunks in found.codecs.items()]
+        yield from text.table(["codec", "chunks"], codecs, "<>")
     for label, remarks in (("missing", found.missing), ("warning", found.warnings)):
         yield from (f"{label}: {text.printable(remark)}" for remark in remarks)
 

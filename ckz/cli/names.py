@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ckz.errors import CkzError, UsageError
+from ckz.errors import CkzError, ExistsError, UsageError
 
 SUFFIX = ".ckz"
 DASH = "-"
@@ -117,18 +117,20 @@ def _target(
     return directory / own.name
 
 
-def check_target(source: Path, target: Path) -> None:
-    """Refuse a target that is the source, lies inside it, or is no file or directory.
+def check_target(source: Path, target: Path, *, force: bool) -> None:
+    """Refuse a target that is the source, lies inside it, or must not be replaced.
 
     Raises
     ------
     CkzError
         Saying which.
     """
-    if target.exists() and not (target.is_file() or target.is_dir()):
-        raise CkzError(f"{target}: is not a regular file; use -c to write to it")
     if target.exists() and source.exists() and target.samefile(source):
         raise CkzError(f"{target}: the output is the input")
+    if os.path.lexists(target) and not force:
+        raise ExistsError(f"{target}: exists; --force replaces it")
+    if target.exists() and not (target.is_file() or target.is_dir()):
+        raise ExistsError(f"{target}: not a regular file; use -c to write to it")
     if source.is_dir() and target.resolve().is_relative_to(source.resolve()):
         raise CkzError(f"{target}: lies inside the input; use -o to write it elsewhere")
     if not target.parent.is_dir():

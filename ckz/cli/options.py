@@ -71,8 +71,8 @@ Memory = Annotated[
     typer.Option(
         metavar="SIZE",
         parser=parse_size,
-        show_default="160M",
-        help="Buffers take no more than SIZE.",
+        show_default=False,
+        help="All buffers together take no more than SIZE: 160M (default), 1G, ...",
     ),
 ]
 DryRun = Annotated[
@@ -95,6 +95,10 @@ Quiet = Annotated[
 Verbose = Annotated[
     int,
     typer.Option(
-        "-v", "--verbose", count=True, show_default=False, help="Say more; -vv: still more."
+        "-v",
+        "--verbose",
+        count=True,
+        show_default=False,
+        help="Say more: sizes by role, codecs; -vv: CPU and memory.",
     ),
 ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import resource
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import typer
 
 from ckz.cli import names
-from ckz.cli.text import printable
+from ckz.cli.text import change, count, printable, size
 from ckz.errors import CkzError
 
 if TYPE_CHECKING:
@@ -70,15 +71,14 @@ def configure(*, quiet: int = 0, verbose: int = 0, as_json: bool = False) -> Non
     log.setLevel(max(level, logging.WARNING) if as_json and not verbose else level)
 
 
-def notice(text: str) -> None:
-    """Say what came of one input."""
-    log.log(NOTICE, "%s", text)
-
-
-def warn(source: str, warnings: Sequence[str]) -> None:
-    """Log the warnings about one input."""
-    for warning in warnings:
+def tell(source: str, report: Report, summary: str) -> None:
+    """Say what came of one input: warnings, one line, and what -v asks for."""
+    for warning in report.warnings:
         log.warning("%s: warning: %s", printable(source), printable(warning))
+    log.log(NOTICE, "%s", summary)
+    log.info("  %s", count(report.tensors, "tensor"))
+    for role, (raw, stored) in report.roles.items():
+        log.info("  %s: %s", role, change(raw, stored))
 
 
 def report_error(source: str, error: CkzError | OSError) -> int:
@@ -102,8 +102,9 @@ def _message(source: str, error: CkzError | OSError) -> str:
         text = error.strerror
     for name in (source, Path(source).name):
         text = text.removeprefix(f"{name}: ")
-    if not source or text.startswith(f"{source}{os.sep}"):
-        return printable(text)
+    named = text.partition(": ")[0]
+    if not source or named == names.STDOUT or os.path.lexists(named):
+        return printable(text)  # it names the file at fault itself
     return printable(f"{source}: {text}")
 
 
@@ -134,6 +135,9 @@ def each(
                 {"version": 1, "results": [to_json(r) for r in results], "failed": len(codes)}
             )
         )
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    peak = size(used.ru_maxrss * 1024)
+    log.debug("%.1f CPU-s, %s of memory at most", used.ru_utime + used.ru_stime, peak)
     if codes and results:
         raise typer.Exit(SOME_FAILED)
     raise typer.Exit(max(codes, default=0))

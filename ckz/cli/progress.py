@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -25,13 +26,15 @@ def bar(name: str, *, wanted: bool) -> Iterator[OnBytes | None]:
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
     from rich.table import Column
 
+    # Room for the "^C" that the terminal echoes: it must not wrap, or the bar is not wiped.
+    width = shutil.get_terminal_size().columns - 3
     started = time.monotonic()
     with Progress(
         TextColumn("{task.description}", markup=False, table_column=Column(max_width=24)),
         BarColumn(bar_width=None, table_column=Column(ratio=1)),
         TextColumn("{task.fields[text]}", markup=False, table_column=Column(no_wrap=True)),
         TimeRemainingColumn(compact=True),
-        console=Console(stderr=True, highlight=False),
+        console=Console(stderr=True, width=width, highlight=False),
         transient=True,
         expand=True,
     ) as progress:

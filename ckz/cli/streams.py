@@ -65,7 +65,7 @@ def for_stdout(*, force: bool) -> Iterator[Path]:
         If standard output is a terminal and ``force`` is not set, or the result is a directory.
     """
     if sys.stdout.isatty() and not force:
-        raise CkzError("would write binary data to a terminal; redirect it, use -o, or -f")
+        raise CkzError(f"{STDOUT}: is a terminal; redirect it, use -o, or -f")
     with _directory(None) as directory:
         path = directory / "stdout"
         yield path

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ckz.cli import names, options, progress, streams, text
-from ckz.cli.outcome import configure, each, notice, report_to_json, warn
+from ckz.cli.outcome import configure, each, report_to_json, tell
 
 if TYPE_CHECKING:
     from ckz.pipeline import Report
@@ -26,7 +26,10 @@ def verify(
     quiet: options.Quiet = 0,
     verbose: options.Verbose = 0,
 ) -> None:
-    """Check every checksum of .ckz files; the sources are not needed."""
+    """Check every checksum of .ckz files.
+
+    The sources are not needed.
+    """
     configure(quiet=quiet, verbose=verbose, as_json=as_json)
     from ckz import pipeline
 
@@ -39,8 +42,7 @@ def verify(
                 path, data=data, threads=threads, memory=memory, progress=on_bytes
             )
         report = replace(report, source=source)
-        warn(source, report.warnings)
-        notice(_summary(report, data=data))
+        tell(source, report, _summary(report, data=data))
         return report
 
     each(sources, act, to_json=report_to_json if as_json else None)

@@ -1,9 +1,9 @@
 """The codecs, and how they are written down.
 
-A codec is a frozen dataclass whose fields are its stored configuration. ``encode(chunk)`` gives a
-payload, or None when this codec does not pay; ``decode(payload, refs, out)`` fills ``out``, whose
-size comes from the container and never from the payload. Codecs keep no state and may be used by
-many threads at once. Payloads are untrusted: whatever does not add up raises ``CorruptError``.
+A codec is a frozen dataclass whose fields are its stored configuration. ``encode(chunk, refs, at)``
+gives a payload, or None when this codec does not pay; ``decode(payload, refs, out)`` fills ``out``,
+whose size comes from the container and never from the payload. Codecs keep no state and may be used
+by many threads at once. Payloads are untrusted: whatever does not add up raises ``CorruptError``.
 
 A codec is stored as text, ``name:field=value,field=value`` (fields at their default are left out);
 the same words stand on the command line, in ``inspect`` and in the container. To add a codec, write
@@ -19,8 +19,10 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from ckz.codecs.cast import Cast
 from ckz.codecs.planes import Planes
 from ckz.codecs.raw import Raw
+from ckz.codecs.rowcol import RowCol
 from ckz.codecs.same import Same
 from ckz.codecs.zstd import Zstd
 from ckz.errors import UnsupportedError
@@ -33,8 +35,8 @@ class Codec(Protocol):
 
     name: ClassVar[str]
 
-    def encode(self, chunk: Bytes) -> bytes | None:
-        """Code one chunk; None when it would not become smaller."""
+    def encode(self, chunk: Bytes, refs: Sequence[Bytes] = (), at: int = 0) -> bytes | None:
+        """Code one chunk that lies ``at`` bytes into its stream; None when that does not pay."""
         ...
 
     def decode(self, payload: memoryview, refs: Sequence[Bytes], out: Bytes) -> None:
@@ -47,6 +49,8 @@ CODECS: dict[str, Any] = {
     "zstd": Zstd,
     "planes": Planes,
     "same": Same,
+    "rowcol": RowCol,
+    "cast": Cast,
 }
 
 

@@ -11,6 +11,8 @@ import numpy.typing as npt
 
 from ckz.errors import CorruptError
 
+Bytes = npt.NDArray[np.uint8]
+
 
 @dataclass(frozen=True)
 class Raw:
@@ -18,13 +20,11 @@ class Raw:
 
     name: ClassVar[str] = "raw"
 
-    def encode(self, chunk: npt.NDArray[np.uint8]) -> bytes:
+    def encode(self, chunk: Bytes, refs: Sequence[Bytes] = (), at: int = 0) -> bytes:
         """Copy the chunk."""
         return chunk.tobytes()
 
-    def decode(
-        self, payload: memoryview, refs: Sequence[npt.NDArray[np.uint8]], out: npt.NDArray[np.uint8]
-    ) -> None:
+    def decode(self, payload: memoryview, refs: Sequence[Bytes], out: Bytes) -> None:
         """Copy the payload."""
         if len(payload) != out.size:
             raise CorruptError(f"raw chunk of {len(payload)} bytes, expected {out.size}")

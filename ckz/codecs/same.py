@@ -11,6 +11,8 @@ import numpy.typing as npt
 
 from ckz.errors import CorruptError
 
+Bytes = npt.NDArray[np.uint8]
+
 
 @dataclass(frozen=True)
 class Same:
@@ -18,13 +20,11 @@ class Same:
 
     name: ClassVar[str] = "same"
 
-    def encode(self, chunk: npt.NDArray[np.uint8]) -> bytes:
+    def encode(self, chunk: Bytes, refs: Sequence[Bytes] = (), at: int = 0) -> bytes:
         """Store nothing; the pipeline has compared the chunk with its reference."""
         return b""
 
-    def decode(
-        self, payload: memoryview, refs: Sequence[npt.NDArray[np.uint8]], out: npt.NDArray[np.uint8]
-    ) -> None:
+    def decode(self, payload: memoryview, refs: Sequence[Bytes], out: Bytes) -> None:
         """Copy the reference."""
         if len(payload) or len(refs) != 1 or refs[0].size != out.size:
             raise CorruptError("a repeated chunk needs one reference of its own size")

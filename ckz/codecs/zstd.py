@@ -18,6 +18,8 @@ import zstandard
 
 from ckz.errors import CorruptError
 
+Bytes = npt.NDArray[np.uint8]
+
 _local = threading.local()
 
 # Every frame must decode with plain `zstd -d`, whose default limit is 2**27.
@@ -51,12 +53,12 @@ def _compressor(level: int | None) -> zstandard.ZstdCompressor:
     return cache[level]
 
 
-def compress(data: npt.NDArray[np.uint8] | bytes, level: int | None = None) -> bytes:
+def compress(data: Bytes | bytes, level: int | None = None) -> bytes:
     """Compress to one frame; level None is the Huffman coder."""
     return _compressor(level).compress(data if isinstance(data, bytes) else data.data)
 
 
-def decompress_into(frame: memoryview | bytes, out: npt.NDArray[np.uint8]) -> None:
+def decompress_into(frame: memoryview | bytes, out: Bytes) -> None:
     """Decompress one frame that must fill ``out`` exactly.
 
     Raises
@@ -88,12 +90,10 @@ class Zstd:
         if not 1 <= self.level <= 22:
             raise ValueError("zstd levels are 1 to 22")
 
-    def encode(self, chunk: npt.NDArray[np.uint8]) -> bytes:
+    def encode(self, chunk: Bytes, refs: Sequence[Bytes] = (), at: int = 0) -> bytes:
         """Compress one chunk."""
         return compress(chunk, self.level)
 
-    def decode(
-        self, payload: memoryview, refs: Sequence[npt.NDArray[np.uint8]], out: npt.NDArray[np.uint8]
-    ) -> None:
+    def decode(self, payload: memoryview, refs: Sequence[Bytes], out: Bytes) -> None:
         """Decompress one chunk."""
         decompress_into(payload, out)

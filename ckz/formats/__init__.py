@@ -136,8 +136,10 @@ def read_source(source: Source) -> Layout:
     if layout.format == "opaque" and promised == "safetensors":
         # The one format without a magic number: a stump of it looks like anything.
         raise CorruptError(f"{source.name}: is no safetensors file, or a damaged one")
-    kept = "is of no format that ckz knows" if layout.format == "opaque" else layout.format
-    return layout._replace(warnings=(f"is named {suffix} but {kept}", *layout.warnings))
+    real = (
+        "of no format that ckz knows" if layout.format == "opaque" else f"{layout.format} in fact"
+    )
+    return layout._replace(warnings=(f"is named {suffix}, but is {real}", *layout.warnings))
 
 
 def _choose(source: Source, head: bytes) -> Layout:

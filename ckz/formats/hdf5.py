@@ -122,7 +122,11 @@ def _read_dataset(source: Source, path: str, dataset: Any, found: _Found) -> Non
     import h5py
 
     space = dataset.get_space()
-    kind = _kind(dataset)
+    try:
+        kind = _kind(dataset)
+    except (TypeError, ValueError, NotImplementedError):  # a type newer than the HDF5 library
+        found.warnings.append(f"dataset {path!r} is kept as stored: its type is not known")
+        return
     if kind is None or space.get_simple_extent_type() == h5py.h5s.NULL:
         return
     shape = tuple(space.get_simple_extent_dims())
@@ -139,7 +143,7 @@ def _read_dataset(source: Source, path: str, dataset: Any, found: _Found) -> Non
     elif layout == h5py.h5d.CHUNKED:
         _read_chunked(source, path, shape, kind, dataset, found)
     elif (offset := dataset.get_offset()) is None:
-        _add(source, path, shape, kind, creation, (), found)
+        _add(source, path, shape, kind, dataset, (), found)
     else:
         nbytes = math.prod(shape) * (1 if kind.dtype == "bytes" else kind.itemsize)
         if offset + nbytes > source.size:
@@ -164,6 +168,8 @@ def _read_chunked(
     box = creation.get_chunk()
     if kind.dtype == "bytes":
         box = (*box, kind.itemsize)
+    if len(box) != len(shape):
+        raise CorruptError(f"{source.name}: dataset {path!r} has chunks of {len(box)} dimensions")
     nbytes = math.prod(box) * (1 if kind.dtype == "bytes" else kind.itemsize)
     if len(found.spans) + dataset.get_num_chunks() > _MAX_CHUNKS or (
         names and nbytes > hdf5_filters.MAX_CHUNK
@@ -183,11 +189,11 @@ def _read_chunked(
         dtype = "bytes" if packed else kind.dtype
         pieces.append(Piece(len(found.spans), 0, clipped, contiguous_strides(box), start))
         found.spans.append(Span(0, offset, size, dtype, kind.byteorder, packed))
-    _add(source, path, shape, kind, creation, pieces, found)
+    _add(source, path, shape, kind, dataset, pieces, found)
 
 
 def _add(
-    source: Source, path: str, shape: tuple[int, ...], kind: _Kind, creation: Any,
+    source: Source, path: str, shape: tuple[int, ...], kind: _Kind, dataset: Any,
     pieces: Sequence[Piece], found: _Found,
 ) -> None:  # fmt: skip
     """Add a tensor of which parts may never have been written, if these parts are zero."""
@@ -196,9 +202,7 @@ def _add(
 
     elements = math.prod(shape)
     if sum(math.prod(piece.shape) for piece in pieces) < elements:
-        fill = np.zeros((), np.dtype(f"V{kind.itemsize}"))
-        if creation.fill_value_defined() == h5py.h5d.FILL_VALUE_USER_DEFINED:
-            creation.get_fill_value(fill)
+        fill = np.asarray(h5py.Dataset(dataset).fillvalue)
         if any(fill.tobytes()) or elements > source.size + (1 << 24):
             found.warnings.append(f"dataset {path!r} is kept as stored: most of it is a fill value")
             return

@@ -7,7 +7,7 @@ subclasses) are named after the part they are: ``w.indices``, ``w.scale``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from ckz.errors import CorruptError
@@ -16,7 +16,11 @@ from ckz.formats.pickles import DICT, Call, Global, PersistentId
 _MAX_DEPTH = 200  # of nesting; what lies deeper stays without a name
 _MAX_NAME = 1 << 16
 _MAX_NAMES = 256 << 20  # characters of all names together
-_MAX_VISITS = 1 << 20  # beyond it, what is reached by a second way is not named again
+# A pickle of a few bytes can describe 2**100 ways to one tensor. After so many steps, what is
+# reached by a second way is not looked into again; later, nothing is.
+_MAX_STEPS = 1 << 17
+_LAST_STEP = 16 << 20
+_HOLDERS = frozenset((Call, PersistentId, list, tuple))
 
 # What a whole module's pickle has between names, and a state dict has not.
 _MODULE_PARTS = ("_parameters", "_buffers", "_modules")
@@ -64,43 +68,41 @@ class _Walk:
         self._found: list[tuple[str, View]] = []
         self._above: set[int] = set()
         self._seen: set[int] = set()
-        self._visits = 0
+        self._steps = 0
         self._letters = 0
 
     def run(self, value: Any, prefix: str) -> list[tuple[str, View]]:
         """Give name and view of every tensor below ``value``, in the pickle's order."""
-        self._visit(value, prefix or None, 0)
+        if type(value) in _HOLDERS:
+            self._visit(value, prefix or None, 0)
         return self._found
 
     def _visit(self, value: Any, name: str | None, depth: int) -> None:
-        kind = type(value)
-        if kind is PersistentId:
+        if type(value) is PersistentId:
             self._add(name, View(value, 0, (_numel(value),), (1,)))
-            return
-        if kind is not Call and kind is not list and kind is not tuple:
-            return
-        func, args, view = None, (), None
-        if kind is Call:
+        elif type(value) is Call:
             func, args = _unwrapped(value)
             view = _view(func, args)
             if view is not None:
                 self._add(name, view)
-                if _is_plain(value):  # as nearly all are
-                    return
+            if view is None or not _is_plain(value):
+                self._descend(value, _below(value, func, args), name, depth)
+        else:
+            self._descend(value, enumerate(value), name, depth)
+
+    def _descend(
+        self, value: Any, below: Iterable[tuple[Any, Any]], name: str | None, depth: int
+    ) -> None:
         key = id(value)
-        self._visits += 1
-        if (
-            key in self._above
-            or depth > _MAX_DEPTH
-            or (name is not None and len(name) > _MAX_NAME)
-            or (key in self._seen and self._visits > _MAX_VISITS)
-        ):
+        if key in self._above or depth > _MAX_DEPTH or (name and len(name) > _MAX_NAME):
+            return
+        if key in self._seen and self._steps > _MAX_STEPS:
             return
         self._seen.add(key)
         self._above.add(key)
-        children = _below(value, func, args) if kind is Call else enumerate(value)
-        for part, child in children:
-            if type(child) in (Call, tuple, list, PersistentId):
+        for part, child in below:
+            self._steps += 1
+            if type(child) in _HOLDERS and self._steps < _LAST_STEP:
                 self._visit(child, _join(name, part), depth + 1)
         self._above.discard(key)
 
@@ -132,9 +134,11 @@ def key_text(key: Any) -> str:
         return key.decode("latin-1")
     if type(key) is tuple and all(type(part) in (int, str, bool, float) for part in key):
         return str(key) if len(key) < 100 and _short(key) else "tuple"
+    if isinstance(key, Global):
+        return str(key)
     if key is None or type(key) in (bool, float) or (type(key) is int and _short((key,))):
         return str(key)
-    return str(key.func) if isinstance(key, Call) and isinstance(key.func, Global) else "key"
+    return str(key.func) if isinstance(key, Call) and isinstance(key.func, Global) else "object"
 
 
 def _short(parts: tuple[Any, ...]) -> bool:
@@ -204,7 +208,7 @@ def _below(call: Call, func: Any, args: tuple[Any, ...]) -> Iterator[tuple[Any, 
 
 
 def _sparse_parts(layout: Any) -> tuple[str, ...]:
-    text = str(layout.args[0]) if isinstance(layout, Call) and layout.args else ""
+    text = layout.args[0] if isinstance(layout, Call) and layout.args else layout
     if text in ("torch.sparse_csr", "torch.sparse_bsr"):
         return "crow_indices", "col_indices", "values"
     if text in ("torch.sparse_csc", "torch.sparse_bsc"):

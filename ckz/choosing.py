@@ -1,0 +1,141 @@
+"""Which of a stream's candidate codecs is best on its own bytes, and what it leans on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ckz import codecs
+from ckz.checkpoint import ITEMSIZE
+from ckz.codecs.rowcol import RowCol, Sums, make_model
+from ckz.container import MAX_REFS, Ref
+from ckz.plan import Candidate
+from ckz.streams import CHUNK, Stream
+from ckz.workers import Workers, in_order
+
+Bytes = npt.NDArray[np.uint8]
+# Fill an array from a byte of the stream on.
+ReadStream = Callable[[int, Bytes], None]
+ReadRef = Callable[[Ref], Bytes]
+
+# Candidates are compared on a few pieces of this size, all over the stream.
+_SAMPLE = CHUNK // 8
+_SAMPLES = 3
+
+
+class Choice(NamedTuple):
+    """A codec for a stream.
+
+    Attributes
+    ----------
+    refs : gives what the bytes from start to stop lean on; None where that would be too much.
+    model : what all chunks of the stream lean on, or nothing.
+    """
+
+    text: str
+    codec: codecs.Codec
+    refs: Callable[[int, int], tuple[Ref, ...] | None]
+    model: Bytes | None = None
+
+
+def choose(
+    stream: Stream,
+    candidates: Sequence[Candidate],
+    read: ReadStream,
+    read_ref: ReadRef,
+    workers: Workers,
+    model_span: int,
+) -> list[Choice]:
+    """Give the codec that is smallest on samples; behind it, one that leans on nothing.
+
+    Parameters
+    ----------
+    model_span : number that a model gets if the stream needs one.
+    """
+    choices = [_prepare(stream, c, read, workers, model_span) for c in candidates]
+    if len(choices) == 1:
+        return choices
+    costs = [_cost(stream, choice, read, read_ref) for choice in choices]
+    best = choices[costs.index(min(costs))]
+    return [best, *(c for c in choices if c is not best and c.refs is _nothing)]
+
+
+def _prepare(
+    stream: Stream, candidate: Candidate, read: ReadStream, workers: Workers, model_span: int
+) -> Choice:
+    codec = codecs.parse(candidate.codec)
+    if candidate.source:
+        return Choice(candidate.codec, codec, partial(_source_refs, candidate.source, stream))
+    if candidate.matrix and isinstance(codec, RowCol):
+        rows, columns = candidate.matrix
+        sums = in_order(
+            workers,
+            (
+                partial(_sums, codec, stream, read, columns, start)
+                for start in range(0, stream.nbytes, CHUNK)
+            ),
+        )
+        model = make_model(list(sums), rows, columns)
+        refs = partial(_model_refs, model_span, rows, columns)
+        return Choice(candidate.codec, codec, refs, model)
+    return Choice(candidate.codec, codec, _nothing)
+
+
+def _sums(codec: RowCol, stream: Stream, read: ReadStream, columns: int, start: int) -> Sums:
+    chunk = np.empty(min(CHUNK, stream.nbytes - start), np.uint8)
+    read(start, chunk)
+    return codec.sums(chunk, columns, start)
+
+
+def _nothing(start: int, stop: int) -> tuple[Ref, ...]:
+    return ()
+
+
+def _model_refs(span: int, rows: int, columns: int, start: int, stop: int) -> tuple[Ref, ...]:
+    """Give the means of the rows that float32 elements of these bytes lie in, and all columns'."""
+    first, last = start // 4 // columns, (stop // 4 - 1) // columns
+    return Ref(span, 2 * first, 2 * (last - first + 1)), Ref(span, 2 * rows, 2 * columns)
+
+
+def _source_refs(
+    source: Sequence[Ref], stream: Stream, start: int, stop: int
+) -> tuple[Ref, ...] | None:
+    """Give the parts of float32 ranges that these bytes of a narrower stream derive from."""
+    ratio = 4 // ITEMSIZE[stream.dtype]
+    found = []
+    at = 0
+    for ref in source:
+        low, high = max(start * ratio - at, 0), min(stop * ratio - at, ref.nbytes)
+        if low < high:
+            found.append(Ref(ref.span, ref.start + low, high - low, ref.where))
+        at += ref.nbytes
+    return tuple(found) if len(found) <= MAX_REFS else None
+
+
+def _cost(stream: Stream, choice: Choice, read: ReadStream, read_ref: ReadRef) -> float:
+    """Estimate the stream's size under a choice."""
+    size = min(_SAMPLE, stream.nbytes)
+    last = stream.nbytes - size
+    starts = {last * k // (_SAMPLES - 1) // 16 * 16 for k in range(_SAMPLES)}
+    sampled = stored = 0
+    for start in sorted(starts):
+        chunk = np.empty(size, np.uint8)
+        read(start, chunk)
+        refs = choice.refs(start, start + size)
+        if refs is None:
+            return float("inf")
+        data = [
+            choice.model[ref.start : ref.start + ref.nbytes]
+            if choice.model is not None
+            else read_ref(ref)
+            for ref in refs
+        ]
+        payload = choice.codec.encode(chunk, data, start)
+        sampled += size
+        stored += size if payload is None else len(payload)
+    model = 0 if choice.model is None else choice.model.size
+    return stored / sampled * stream.nbytes + model

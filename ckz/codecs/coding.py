@@ -1,0 +1,78 @@
+"""What codecs of numbers share: byte planes, coded only where that pays, and scratch buffers."""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ckz.codecs.zstd import compress, decompress_into
+from ckz.errors import CorruptError
+
+Bytes = npt.NDArray[np.uint8]
+
+# 4096 samples show a gain of 0.03 bit at ten standard deviations.
+_SAMPLES = 4096
+_PAYS = 0.03
+
+_local = threading.local()
+
+
+def scratch(key: str, n: int, dtype: Any = np.uint8) -> npt.NDArray[Any]:
+    """Give this thread's buffer of a name: fresh pages cost as much as the codec itself."""
+    cache: dict[str, npt.NDArray[Any]] = _local.__dict__.setdefault("buffers", {})
+    if key not in cache or cache[key].size < n:
+        cache[key] = np.empty(n, dtype)
+    return cache[key][:n]
+
+
+def _compressible(plane: Bytes) -> bool:
+    """Tell from a sample whether Huffman coding could save anything."""
+    step = max(1, plane.size // _SAMPLES)
+    sample = plane[: step * _SAMPLES : step]
+    counts = np.bincount(sample, minlength=256)
+    n = sample.size
+    # Second-order expansion of the entropy around the uniform one: exact where it matters.
+    excess = (float((counts * counts).sum()) - n) * 256 / max(1, n * (n - 1)) - 1
+    return bool(excess / (2 * np.log(2)) > _PAYS)
+
+
+def encode_planes(planes: Sequence[Bytes]) -> list[bytes | memoryview]:
+    """Code planes one by one: first their stored lengths, then each coded, or as it is."""
+    stored: list[bytes | memoryview] = []
+    for plane in planes:
+        coded = compress(plane) if _compressible(plane) else plane.data
+        stored.append(coded if len(coded) < plane.size else plane.data)
+    return [struct.pack(f"<{len(stored)}I", *map(len, stored)), *stored]
+
+
+def decode_planes(payload: memoryview, sizes: Sequence[int]) -> tuple[list[Bytes], memoryview]:
+    """Undo ``encode_planes`` into scratch buffers; also give what follows in the payload.
+
+    Raises
+    ------
+    CorruptError
+        If the lengths do not fit the sizes or the payload.
+    """
+    head = 4 * len(sizes)
+    if len(payload) < head:
+        raise CorruptError("planes lack their lengths")
+    lengths = struct.unpack_from(f"<{len(sizes)}I", payload)
+    if head + sum(lengths) > len(payload):
+        raise CorruptError("planes are longer than their chunk")
+    planes = []
+    for k, (length, size) in enumerate(zip(lengths, sizes, strict=True)):
+        plane = scratch(f"plane{k}", size)
+        if length > size:
+            raise CorruptError("a plane is longer than the chunk allows")
+        if length == size:
+            plane[:] = np.frombuffer(payload, np.uint8, size, head)
+        else:
+            decompress_into(payload[head : head + length], plane)
+        planes.append(plane)
+        head += length
+    return planes, payload[head:]
