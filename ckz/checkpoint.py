@@ -69,8 +69,9 @@ class Span(NamedTuple):
     offset, nbytes : the range, in bytes from the file's start.
     dtype : coding dtype, a key of ``ITEMSIZE``; ``bytes`` when views disagree.
     byteorder : ``<`` or ``>``.
-    packed : empty, or how the file itself compressed this range (``deflate``); such a span is
-        coded as bytes, and piece offsets count in the unpacked data.
+    packed : empty, or how the file itself compressed this range (``deflate``, or ``hdf5:`` and
+        filters, see ``formats/hdf5_filters.py``); such a span is coded as bytes, and piece
+        offsets count in the unpacked data.
     crc32 : the CRC-32 that the file states for the range, unpacked, or -1.
     """
 
@@ -109,7 +110,8 @@ class Tensor(NamedTuple):
     name : as the framework names it; any string.
     dtype : a key of ``ITEMSIZE``.
     shape : extents, in elements.
-    pieces : where the values lie; none for an empty tensor.
+    pieces : where the values lie; none for an empty tensor. What no piece covers is zero (HDF5
+        does not store what was never written).
     role : one of ``ROLES``.
     transform : empty, ``conj`` or ``neg``: torch's lazy conjugate and negation bits.
     """

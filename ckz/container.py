@@ -32,7 +32,7 @@ offset  bytes  content
 - ``/dims``: int64, as a table. For each tensor its shape, and for each of its pieces that is not
   the whole tensor in row-major order: shape, strides, start.
 - ``/names``: one zstd frame of all names in UTF-8 (surrogates pass): file paths, link targets,
-  tensor names, in table order; ``/name_lengths``: uint32, as a table.
+  tensor names, names of base spans, in table order; ``/name_lengths``: uint32, as a table.
 
 **Meaning.** A file is tiled by its spans (sorted by offset) and its *skeleton*, what they leave
 over. The first rows of ``/spans`` are the skeletons of the files, one a file, with offset 0. The
@@ -95,7 +95,7 @@ SPANS = np.dtype(
         ("at", "<u8"),
         ("dtype", "u1"),
         ("byteorder", "u1"),  # 0 little, 1 big
-        ("packed", "u1"),
+        ("packed", "<u2"),
         ("digest", "V16"),
     ]
 )

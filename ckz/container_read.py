@@ -183,7 +183,8 @@ def _unpack_index(
     decompress_into(blobs["names"], joined)
     lengths = tables["name_lengths"]
     nfiles = len(tables["files"])
-    if len(lengths) != 2 * nfiles + len(tables["tensors"]) or lengths.sum() != joined.size:
+    count = 2 * nfiles + len(tables["tensors"]) + len(tables["base_spans"])
+    if len(lengths) != count or lengths.sum() != joined.size:
         raise CorruptError(f"{path}: the names do not fit the tables")
     ends = np.cumsum(lengths, dtype=np.int64).tolist()
     blob = joined.tobytes()

@@ -37,6 +37,7 @@ from ckz.container import (
     digest_outside,
     file_digest,
 )
+from ckz.errors import UnsupportedError
 from ckz.streams import CHUNK, Stream
 
 _PAYLOAD_TARGET = 16 << 20
@@ -125,6 +126,8 @@ class Writer:
         """
         self._flush()
         packed = sorted({"", *(span.packed for span in checkpoint.spans)})
+        if len(packed) > np.iinfo(SPANS["packed"]).max:
+            raise UnsupportedError("the source packs its data in more ways than can be recorded")
         dtypes: dict[str, int] = {}
         for span in checkpoint.spans:
             dtypes.setdefault(span.dtype, len(dtypes))

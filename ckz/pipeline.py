@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from ckz import atomic
+from ckz.casts import find_casts
 from ckz.checkpoint import Checkpoint
 from ckz.container import Container
 from ckz.container_read import open_container
@@ -33,6 +34,7 @@ from ckz.restore import decode_all
 from ckz.workers import DEFAULT_MEMORY, in_order, start_workers
 
 OnProgress = Callable[[int, int, int], None]
+AnyPath = str | os.PathLike[str]
 
 
 @dataclass(frozen=True)
@@ -62,8 +64,8 @@ class Report:
 
 
 def compress(
-    source: Path,
-    output: Path,
+    source: AnyPath,
+    output: AnyPath,
     *,
     level: str = "default",
     threads: int = 0,
@@ -99,7 +101,8 @@ def compress(
         In its kinds; nothing is left behind and the source is untouched.
     """
     began = time.perf_counter()
-    target = atomic.check_target(output, force)
+    source = Path(source)
+    target = atomic.check_target(Path(output), force)
     checkpoint = read_checkpoint(source, opaque=opaque)
     if checkpoint.missing and not allow_incomplete:
         raise IncompleteError(
@@ -107,7 +110,7 @@ def compress(
             f"{' ...' if len(checkpoint.missing) > 3 else ''}; "
             "--allow-incomplete stores it all the same"
         )
-    plan = make_plan(checkpoint, level)
+    plan = make_plan(checkpoint, level, find_casts(checkpoint))
     state = _Progress(checkpoint.nbytes, progress)
     if dry_run:
         return _report(source, output, checkpoint, 0, began)
@@ -139,8 +142,8 @@ def compress(
 
 
 def decompress(
-    source: Path,
-    output: Path | None = None,
+    source: AnyPath,
+    output: AnyPath | None = None,
     *,
     threads: int = 0,
     memory: int = DEFAULT_MEMORY,
@@ -160,10 +163,11 @@ def decompress(
         If anything does not have its recorded checksum; no output is left then.
     """
     began = time.perf_counter()
+    source = Path(source)
     with ExitStack() as stack:
         container = stack.enter_context(open_container(source))
         checkpoint = container.checkpoint
-        output = output or source.with_name(recorded_name(container))
+        output = Path(output) if output else source.with_name(recorded_name(container))
         target = atomic.check_target(output, force)
         if not dry_run:
             _check_space(target, checkpoint.nbytes)
@@ -184,7 +188,7 @@ def decompress(
 
 
 def verify(
-    path: Path,
+    path: AnyPath,
     *,
     data: bool = False,
     threads: int = 0,
@@ -199,6 +203,7 @@ def verify(
         Naming the first tensor and chunk that does not hold.
     """
     began = time.perf_counter()
+    path = Path(path)
     with open_container(path) as container, start_workers(threads, memory) as workers:
         if data:
             state = _Progress(container.checkpoint.nbytes, progress)
@@ -322,7 +327,7 @@ def _set_attributes(checkpoint: Checkpoint, paths: list[Path]) -> None:
 
 def _report(
     source: Path,
-    output: Path | str,
+    output: AnyPath,
     checkpoint: Checkpoint,
     stored: int,
     began: float,

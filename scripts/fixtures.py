@@ -21,6 +21,7 @@ import torch
 import xxhash
 
 from ckz import pipeline
+from ckz.container import digest_outside
 from ckz.container_read import open_container
 
 TARGET = Path(__file__).parents[1] / "tests" / "fixtures" / "v1"
@@ -58,6 +59,16 @@ def make_torch(path: Path) -> None:
     torch.save(state, path)
 
 
+def make_mixed(path: Path) -> None:
+    rng = np.random.default_rng(9)
+    master = torch.from_numpy(values(10, 96, 80))
+    scale = np.exp(rng.normal(0, 4, (96, 1)) + rng.normal(0, 4, (1, 80))).astype(np.float32)
+    moments = {"exp_avg_sq": torch.from_numpy(values(11, 96, 80) * scale).square()}
+    optimizer = {"state": {0: {"step": torch.tensor(7.0), **moments}}, "param_groups": []}
+    weight = master.bfloat16()
+    torch.save({"model": {"w": weight}, "master": {"w": master}, "optimizer": optimizer}, path)
+
+
 def make_directory(path: Path) -> None:
     (path / "empty").mkdir(parents=True)
     safetensors.numpy.save_file({"w": values(8, 100, 30)}, path / "model.safetensors")
@@ -76,6 +87,7 @@ def make_text(path: Path) -> None:
 SOURCES: dict[str, tuple[str, Callable[[Path], None]]] = {
     "good-safetensors": ("model.safetensors", make_safetensors),
     "good-torch": ("model.pt", make_torch),
+    "good-mixed": ("mixed.pt", make_mixed),
     "good-directory": ("good-directory", make_directory),
     "good-empty": ("empty", make_nothing),
     "good-opaque": ("text", make_text),
@@ -95,6 +107,21 @@ def flip(data: bytearray, at: int) -> bytearray:
 def newer(data: bytearray) -> bytearray:
     data[8:12] = struct.pack("<I", 2)
     return sealed(data)
+
+
+def unknown_codec(data: bytes) -> bytearray:
+    """Rename a codec and give the changed bytes their digest: the name has the same length."""
+    changed = bytearray(data.replace(b'"planes:dtype=float32"', b'"splines:type=float32"'))
+    if changed == data:
+        raise SystemExit("the codec to rename is not there")
+    length = len(data)
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(changed)
+        file.flush()
+        count, place = struct.unpack_from("<I", data, 12)[0], struct.unpack_from("<Q", data, 24)[0]
+        extents = np.frombuffer(data, "<u8", 2 * count, place).reshape(-1, 2).tolist()
+        changed[32:48] = digest_outside(file.fileno(), length, extents)
+    return sealed(changed)
 
 
 def payload_offset(path: Path) -> int:
@@ -117,6 +144,7 @@ def changes(good: Path) -> dict[str, bytearray]:
         "bad-hdf5": flip(bytearray(data), 512 + 20),
         "bad-zeroed": bytearray(data[:inside] + bytes(len(data) - inside)),
         "unsupported-version": newer(bytearray(data)),
+        "unsupported-codec": unknown_codec(data),
     }
 
 
@@ -137,7 +165,7 @@ def main() -> None:
                     digest = hashlib.sha256(file.read_bytes()).hexdigest()
                     out.write(f"{digest}  {name}/{file.name}\n")
             sys.stdout.write(f"added {packed.name}\n")
-    for name, data in changes(TARGET / "good-safetensors.ckz").items():
+    for name, data in changes(TARGET / "good-directory.ckz").items():
         path = TARGET / f"{name}.ckz"
         if not path.exists():
             path.write_bytes(data)

@@ -26,7 +26,7 @@ from safetensors.numpy import load, load_file, save_file
 
 import ckz.cli
 from ckz import pipeline
-from ckz.cli import names, outcome, streams, text
+from ckz.cli import names, outcome, stopping, streams, text
 from ckz.cli.options import parse_size
 
 COMMAND = [sys.executable, "-m", "ckz"]
@@ -44,7 +44,7 @@ Run = Callable[..., Result]
 @pytest.fixture
 def run(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
     """Run ckz in this process; the signal handlers and the logger are put back afterwards."""
-    handlers = {number: signal.getsignal(number) for number in ckz.cli.STOPS}
+    handlers = {number: signal.getsignal(number) for number in stopping.STOPS}
 
     def run(*arguments: object) -> Result:
         monkeypatch.setattr(sys, "argv", ["ckz", *map(str, arguments)])

@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 import struct
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ckz import codecs
+from ckz.codecs.cast import Cast, round_to
 from ckz.codecs.planes import Planes
+from ckz.codecs.rowcol import RowCol, make_model
 from ckz.codecs.zstd import Zstd
 from ckz.errors import CkzError, CorruptError, UnsupportedError
 
@@ -140,3 +143,119 @@ def test_codec_texts_read_back(codec: codecs.Codec) -> None:
 def test_unknown_codecs_are_refused_by_name(text: str) -> None:
     with pytest.raises(UnsupportedError, match=text.split(":")[0]):
         codecs.parse(text)
+
+
+# -- codecs that lean on something ---------------------------------------------------------------
+
+
+def moments(rows: int, columns: int, signed: int, seed: int = 0) -> np.ndarray:
+    """Squared or plain gradients whose size depends on row and column."""
+    rng = np.random.default_rng(seed)
+    scale = np.exp(rng.normal(0, 2, (rows, 1)) + rng.normal(0, 2, (1, columns)))
+    values = rng.normal(0, 1e-3, (rows, columns)) * scale
+    return np.ascontiguousarray((values if signed else values**2).astype("<f4"))
+
+
+def model_of(codec: RowCol, matrix: np.ndarray, step: int) -> np.ndarray:
+    chunk = matrix.reshape(-1).view(np.uint8)
+    starts = range(0, chunk.size, step)
+    sums = [codec.sums(chunk[at : at + step], matrix.shape[1], at) for at in starts]
+    return make_model(sums, *matrix.shape)
+
+
+def row_col_sizes(codec: RowCol, matrix: np.ndarray, step: int) -> tuple[int, int]:
+    """Code a matrix in chunks and check that it comes back; give sizes with and without means."""
+    rows, columns = matrix.shape
+    model = model_of(codec, matrix, step)
+    flat = matrix.reshape(-1).view(np.uint8)
+    size = plain = 0
+    for at in range(0, flat.size, step):
+        chunk = flat[at : at + step]
+        first, last = at // 4 // columns, ((at + chunk.size) // 4 - 1) // columns
+        refs = [model[2 * first : 2 * last + 2], model[2 * rows :]]
+        payload = codec.encode(chunk, refs, at)
+        plain += len(Planes("float32").encode(chunk) or chunk)
+        if payload is None:
+            size += chunk.size
+            continue
+        out = np.full(chunk.size, 0xAA, np.uint8)
+        codec.decode(memoryview(payload), refs, out)
+        assert np.array_equal(out, chunk)
+        size += len(payload)
+    return size, plain
+
+
+@pytest.mark.parametrize("signed", [0, 1])
+@pytest.mark.parametrize(("rows", "columns", "step"), [(300, 200, 1 << 16), (300, 301, 4 * 20_011)])
+def test_row_and_column_means_predict_moments(
+    signed: int, rows: int, columns: int, step: int
+) -> None:
+    matrix = moments(rows, columns, signed)
+    assert model_of(RowCol(signed), matrix, step).tolist() == (
+        model_of(RowCol(signed), matrix, matrix.nbytes).tolist()
+    )
+    size, plain = row_col_sizes(RowCol(signed), matrix, step)
+    assert size < 0.95 * plain
+
+
+def test_rows_of_zeros_cost_nothing() -> None:
+    matrix = moments(400, 256, 0)
+    matrix[50:] = 0
+    size, _ = row_col_sizes(RowCol(0), matrix, 1 << 16)
+    assert size < 0.15 * matrix.nbytes
+
+
+@given(
+    rows=st.integers(1, 12),
+    columns=st.integers(1, 40),
+    step=st.integers(1, 60),
+    signed=st.integers(0, 1),
+    data=st.data(),
+)
+def test_any_matrix_comes_back(
+    rows: int, columns: int, step: int, signed: int, data: st.DataObject
+) -> None:
+    patterns = st.sampled_from([0, 1, 0x80000000, 0x7F800000, 0x7FC00001, 0xFFFFFFFF, 0x3C000000])
+    bits = data.draw(st.lists(patterns, min_size=rows * columns, max_size=rows * columns))
+    row_col_sizes(
+        RowCol(signed), np.array(bits, "<u4").view("<f4").reshape(rows, columns), 4 * step
+    )
+
+
+@given(
+    payload=st.binary(max_size=120),
+    n=st.integers(0, 50),
+    refs=st.lists(st.binary(max_size=40), max_size=3),
+    signed=st.integers(0, 1),
+)
+def test_arbitrary_references_never_crash(
+    payload: bytes, n: int, refs: list[bytes], signed: int
+) -> None:
+    data = [np.frombuffer(ref, np.uint8) for ref in refs]
+    for codec in (RowCol(signed), Cast("bfloat16"), Cast("float16")):
+        with contextlib.suppress(CorruptError):
+            codec.decode(memoryview(payload), data, np.empty(n, np.uint8))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_casts_cost_nothing_and_exceptions_little(dtype: str) -> None:
+    rng = np.random.default_rng(0)
+    bits = rng.integers(0, 1 << 32, 50_000, dtype=np.uint32)
+    bits[:8] = [0, 1 << 31, 0x7F800000, 0xFF800000, 0x7F800001, 0x7FFFFFFF, 0x3F808000, 0x3F818000]
+    with np.errstate(all="ignore"):
+        kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float16
+        cast = bits.view("<f4").astype(kind)
+    finite = ~np.isnan(bits.view("<f4"))
+    assert np.array_equal(round_to(dtype, bits)[finite], cast.view("<u2")[finite])
+    chunk = round_to(dtype, bits).copy().view(np.uint8)
+    refs = [bits[:1000].view(np.uint8), bits[1000:].view(np.uint8)]
+    codec = Cast(dtype)
+    assert codec.encode(chunk, refs) == b""
+    chunk.view("<u2")[rng.integers(0, 50_000, 100)] ^= 1
+    payload = codec.encode(chunk, refs)
+    assert payload is not None
+    assert len(payload) <= 604
+    out = np.empty(chunk.size, np.uint8)
+    codec.decode(memoryview(payload), refs, out)
+    assert np.array_equal(out, chunk)
+    assert codec.encode(np.roll(chunk, 2), refs) is None

@@ -217,13 +217,13 @@ def test_missing_and_damaged_shards_are_named(tmp_path: Path) -> None:
     index = "model.safetensors.index.json"
     second = root / f"model-{TWO}.safetensors"
     assert read_checkpoint(root).missing == (
-        f"{index}: tensor 'c' is not in shard {second.name}",
+        f"{index}: tensor 'c' is not in shard {second.name!r}",
     )
     second.write_bytes(second.read_bytes()[:-1])
-    assert read_checkpoint(root).missing == (f"{index}: shard {second.name} cannot be read",)
+    assert read_checkpoint(root).missing == (f"{index}: shard {second.name!r} cannot be read",)
     second.unlink()
     checkpoint = read_checkpoint(root)
-    assert checkpoint.missing == (f"{index}: shard {second.name} is missing",)
+    assert checkpoint.missing == (f"{index}: shard {second.name!r} is missing",)
     assert names(checkpoint) == ["a"]
 
 
@@ -243,8 +243,8 @@ def test_an_index_of_another_upload_names_what_it_lacks(tmp_path: Path) -> None:
                  _00001_00002=arrays("a"), _00002_00002=arrays("b"))  # fmt: skip
     checkpoint = read_checkpoint(root)
     assert checkpoint.missing == (
-        "model.safetensors.index.json: shard model-00001-of-00003.safetensors is missing",
-        "model.safetensors.index.json: shard model-../../outside.safetensors is missing",
+        "model.safetensors.index.json: shard 'model-00001-of-00003.safetensors' is missing",
+        "model.safetensors.index.json: shard 'model-../../outside.safetensors' is missing",
     )
     assert names(checkpoint) == ["a", "b"]
 
@@ -268,7 +268,7 @@ def test_numbered_shards_without_an_index(tmp_path: Path) -> None:
     root = shard(tmp_path, None, _00001_00003=arrays("a"), _00003_00003=arrays("b"))
     checkpoint = read_checkpoint(root)
     assert (checkpoint.format, names(checkpoint)) == ("hf-sharded", ["a", "b"])
-    assert checkpoint.missing == ("shard model-00002-of-00003.safetensors is missing",)
+    assert checkpoint.missing == ("shard 'model-00002-of-00003.safetensors' is missing",)
 
 
 def test_one_model_in_two_formats(tmp_path: Path) -> None:

@@ -148,7 +148,7 @@ def test_repeated_names_in_metadata_are_nobody_s_business(tmp_path: Path) -> Non
 W = '"w":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}'
 BROKEN = {
     "repeated tensor": (f"{{{W},{W}}}", "duplicate tensor 'w'"),
-    "repeated field": (f"{{{W[:-1]},\"dtype\":\"U8\"}}}}", "'w' lacks"),
+    "repeated field": (f'{{{W[:-1]},"dtype":"U8"}}}}', "'w' lacks"),
     "no JSON": ("{nothing}", "no UTF-8 JSON"),
     "deep JSON": ('{"w":' + "[" * 100_000 + "]" * 100_000 + "}", "no UTF-8 JSON"),
     "long number": ('{"w":' + "1" * 10_000 + "}", "no UTF-8 JSON"),

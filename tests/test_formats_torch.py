@@ -24,6 +24,7 @@ from hypothesis import given, settings
 from ckz.checkpoint import ITEMSIZE, Checkpoint, Tensor
 from ckz.errors import CkzError, CorruptError, UnsupportedError
 from ckz.formats import pickles, read_checkpoint
+from ckz.formats.pickle_warnings import is_dangerous
 from ckz.source import open_source
 
 # torch warns of what is experimental or old; these tests want both.
@@ -466,12 +467,12 @@ def test_exploits_are_named_and_not_run(tmp_path: Path) -> None:
 
 
 def test_dangers_are_found_behind_attributes() -> None:
-    assert pickles.Global("torch", "serialization.os.system").dangerous
-    assert pickles.Global("os", "system").dangerous
-    assert pickles.Global("builtins", "exec").dangerous
-    assert not pickles.Global("builtins", "set").dangerous
-    assert not pickles.Global("torch._utils", "_rebuild_tensor_v2").dangerous
-    assert not pickles.Global("mymodel.code", "Net").dangerous
+    assert is_dangerous(pickles.Global("torch", "serialization.os.system"))
+    assert is_dangerous(pickles.Global("os", "system"))
+    assert is_dangerous(pickles.Global("builtins", "exec"))
+    assert not is_dangerous(pickles.Global("builtins", "set"))
+    assert not is_dangerous(pickles.Global("torch._utils", "_rebuild_tensor_v2"))
+    assert not is_dangerous(pickles.Global("mymodel.code", "Net"))
 
 
 # Pickles by themselves.

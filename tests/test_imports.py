@@ -10,10 +10,11 @@ from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 
-import ckz
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+
+import ckz
 
 ROOT = Path(ckz.__file__).parent
 SOURCES = sorted(ROOT.rglob("*.py"))

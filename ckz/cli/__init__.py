@@ -7,14 +7,12 @@ answers without numpy.
 from __future__ import annotations
 
 import os
-import signal
 import sys
-from types import FrameType
 from typing import Annotated
 
 import typer
 
-from ckz.cli import compress, decompress, inspect, verify
+from ckz.cli import compress, decompress, inspect, stopping, verify
 from ckz.cli.outcome import report_error
 from ckz.errors import CkzError
 
@@ -52,17 +50,12 @@ for _command in (compress.compress, decompress.decompress, inspect.inspect, veri
     app.command()(_command)
 
 
-STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
 def main() -> None:
     """Run the command line and exit with its code."""
     for stream in (sys.stdout, sys.stderr):
         # A name that the terminal's encoding lacks must not end the run.
         stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
-    for number in STOPS:
-        if signal.getsignal(number) != signal.SIG_IGN:  # nohup and background jobs ignore some
-            signal.signal(number, _stop)
+    stopping.catch()
     try:
         app(prog_name="ckz")
     except CkzError as error:
@@ -72,10 +65,3 @@ def main() -> None:
         # What stdout still holds could not be written: a second try at exit would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(code)
-
-
-def _stop(number: int, frame: FrameType | None) -> None:
-    # An exception, so that context managers remove temporary files; once, so that they can.
-    for each in STOPS:
-        signal.signal(each, signal.SIG_IGN)
-    raise SystemExit(128 + number)

@@ -8,19 +8,20 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from ckz.cli import stopping
 from ckz.cli.text import printable, rate, saved, size
 
 OnBytes = Callable[[int, int, int], None]
 
 
 @contextmanager
-def bar(name: str, *, wanted: bool) -> Iterator[OnBytes | None]:
-    """Give a callback that draws (bytes done, bytes in all, bytes stored), or None.
+def bar(name: str, *, wanted: bool) -> Iterator[OnBytes]:
+    """Give a callback that draws (bytes done, bytes in all, bytes stored), where that is wanted.
 
     A ``stored`` of zero means that there is no ratio to show.
     """
     if not wanted or not sys.stderr.isatty():
-        yield None
+        yield stopping.check
         return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -41,6 +42,7 @@ def bar(name: str, *, wanted: bool) -> Iterator[OnBytes | None]:
         task = progress.add_task(printable(name), total=None, text="")
 
         def on_bytes(done: int, total: int, stored: int) -> None:
+            stopping.check()
             text = f"{size(done)} of {size(total)}  {rate(done, time.monotonic() - started)}"
             if stored:
                 text += f"  saved {saved(done, stored)}"

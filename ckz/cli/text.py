@@ -22,8 +22,9 @@ def saved(raw: int, stored: int) -> str:
 
 
 def change(raw: int, stored: int) -> str:
-    """Give sizes before and after, and what that saves."""
-    return f"{size(raw)} -> {size(stored)}, saved {saved(raw, stored)}"
+    """Give sizes before and after and what that saves; tables make tiny files grow."""
+    gain = f"saved {saved(raw, stored)}" if stored <= raw else f"grew by {size(stored - raw)}"
+    return f"{size(raw)} -> {size(stored)}, {gain}"
 
 
 def rate(nbytes: int, seconds: float) -> str:

@@ -40,7 +40,6 @@ class Cast:
             raise ValueError("casts are to bfloat16 or float16")
 
     def _cast(self, refs: Sequence[Bytes], nbytes: int) -> Words:
-        """Round the references; fewer bits of a NaN are kept as its upper ones."""
         if nbytes % 2 or sum(ref.size for ref in refs) != 2 * nbytes:
             raise CorruptError("a cast chunk needs references of twice its size")
         source = scratch("source", 2 * nbytes)
@@ -48,21 +47,7 @@ class Cast:
         for ref in refs:
             source[at : at + ref.size] = ref
             at += ref.size
-        bits = source.view("<u4")
-        out = scratch("cast", bits.size, np.uint16)
-        if self.dtype == "float16":
-            with np.errstate(over="ignore", invalid="ignore"):
-                out.view(np.float16)[:] = bits.view(np.float32)
-            return out
-        # Round half to even: add half of the last kept bit, minus one when that bit is 0.
-        wide = scratch("wide", bits.size, np.uint32)
-        np.right_shift(bits, 16, out=wide)
-        np.bitwise_and(wide, 1, out=wide)
-        np.add(wide, 0x7FFF, out=wide)
-        np.add(wide, bits, out=wide)
-        np.right_shift(wide, 16, out=wide)
-        out[:] = wide
-        return out
+        return round_to(self.dtype, source.view("<u4"))
 
     def encode(self, chunk: Bytes, refs: Sequence[Bytes] = (), at: int = 0) -> bytes | None:
         """List what is not the cast of the references; None if that is much."""
@@ -80,8 +65,9 @@ class Cast:
 
     def decode(self, payload: memoryview, refs: Sequence[Bytes], out: Bytes) -> None:
         """Cast again and put the exceptions in."""
+        cast = self._cast(refs, out.size)
         x = out.view("<u2")
-        x[:] = self._cast(refs, out.size)
+        x[:] = cast
         if not payload:
             return
         n = int.from_bytes(payload[:4], "little")
@@ -91,3 +77,26 @@ class Cast:
         if n and int(where.max()) >= x.size:
             raise CorruptError("an exception lies outside its chunk")
         x[where] = np.frombuffer(payload, "<u2", n, 4 + 4 * n)
+
+
+def round_to(dtype: str, bits: npt.NDArray[np.uint32]) -> Words:
+    """Round float32 bits to bfloat16 or float16 bits, half to even, in this thread's scratch."""
+    out: Words = scratch("cast", bits.size, np.uint16)
+    if dtype == "float16":
+        with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+            out.view(np.float16)[:] = bits.view(np.float32)
+        # Processors differ in what is left of a NaN's payload; ckz says: nothing.
+        magnitude = np.bitwise_and(bits, 0x7FFFFFFF, out=scratch("wide", bits.size, np.uint32))
+        if int(magnitude.max(initial=0)) > 0x7F800000:
+            nan = magnitude > 0x7F800000
+            out[nan] = (bits[nan] >> 16 & 0x8000) | 0x7E00
+        return out
+    # Half of the last kept bit is added, minus one when that bit is 0.
+    wide = scratch("wide", bits.size, np.uint32)
+    np.right_shift(bits, 16, out=wide)
+    np.bitwise_and(wide, 1, out=wide)
+    np.add(wide, 0x7FFF, out=wide)
+    np.add(wide, bits, out=wide)
+    np.right_shift(wide, 16, out=wide)
+    out[:] = wide
+    return out

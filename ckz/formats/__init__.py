@@ -127,9 +127,7 @@ def read_source(source: Source) -> Layout:
     suffix = PurePosixPath(source.name).suffix.lower()
     _refuse_placeholders(source.name, suffix, head)
     layout = _choose(source, head)
-    check_layout(
-        Checkpoint(Path(), layout.format, (File(source.name, source.size),), *layout[1:3])
-    )
+    check_layout(Checkpoint(Path(), layout.format, (File(source.name, source.size),), *layout[1:3]))
     promised = _PROMISES.get(suffix, layout.format)
     if promised == layout.format or not source.size:
         return layout

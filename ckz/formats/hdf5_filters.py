@@ -24,7 +24,7 @@ def name_of(code: int, values: Sequence[int]) -> str | None:
     """Name a filter by its registered number and its parameters; None if it cannot be undone."""
     name = _NAMES.get(code)
     if name == "shuffle":
-        return f"shuffle{values[0]}" if len(values) == 1 and values[0] > 0 else None
+        return f"shuffle{values[0]}" if len(values) == 1 and 0 < values[0] <= 64 else None
     return name
 
 

@@ -72,7 +72,7 @@ def _deflated(source: Source, member: Member, where: str) -> Layout:
     with tempfile.TemporaryFile() as unpacked:
         _inflate(source, member, where, unpacked)
         inner = hdf5.read(Source(where, unpacked.fileno(), 0, member.nbytes))
-    whole = Span(0, member.offset, member.stored, "bytes", packed="deflate")
+    whole = Span(0, member.offset, member.stored, "bytes", "<", "deflate", member.crc32)
     tensors = []
     warnings = list(inner.warnings)
     for tensor in inner.tensors:

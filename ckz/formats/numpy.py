@@ -90,7 +90,8 @@ def read_members(source: Source, members: Sequence[Member]) -> Layout:
         if member.method == STORED:
             span, at = Span(0, member.offset + start, header.nbytes, "bytes"), 0
         else:
-            span, at = Span(0, member.offset, member.stored, "bytes", packed="deflate"), start
+            span = Span(0, member.offset, member.stored, "bytes", "<", "deflate", member.crc32)
+            at = start
         found.append((name, span, at, header))
     layout = _layout("npz", found)
     return layout._replace(warnings=(*skipped, *layout.warnings))

@@ -21,20 +21,6 @@ _MAX_OBJECTS = 16 << 20  # a million tensors take as many
 _FIRST_WINDOW = 1 << 20
 _LONGEST = 9  # bytes of the longest instruction of fixed length
 
-# fmt: off
-# Top-level modules through which a pickle runs programs, and builtins that run what they are given.
-_DANGEROUS_MODULES = frozenset({
-    "asyncio", "bdb", "cProfile", "code", "codeop", "commands", "ctypes", "importlib", "marshal",
-    "multiprocessing", "nt", "os", "pdb", "pickle", "pip", "posix", "profile", "pty", "runpy",
-    "shutil", "socket", "subprocess", "sys", "timeit", "trace",
-    "urllib", "webbrowser",
-})
-_DANGEROUS_BUILTINS = frozenset({
-    "__import__", "apply", "breakpoint", "compile", "delattr", "eval", "exec", "execfile",
-    "globals", "input", "locals", "open", "setattr", "vars",
-})
-# fmt: on
-
 
 class Global(NamedTuple):
     """A name that the pickle would import."""
@@ -44,16 +30,6 @@ class Global(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.module}.{self.name}"
-
-    @property
-    def dangerous(self) -> bool:
-        """Whether it is there to run something: no checkpoint needs it."""
-        parts = str(self).split(".")
-        if parts[0] == "builtins":
-            return len(parts) > 1 and parts[1] in _DANGEROUS_BUILTINS
-        # Protocol 4 reaches modules through attributes: "torch", "serialization.os.system".
-        inner = self.name.split(".")[:-1]
-        return parts[0] in _DANGEROUS_MODULES or not _DANGEROUS_MODULES.isdisjoint(inner)
 
 
 class PersistentId(NamedTuple):
@@ -312,7 +288,7 @@ _DAMAGE = (
 # fmt: off
 # Instructions that only push their argument.
 _LITERALS = frozenset({
-    "INT", "LONG", "LONG4", "FLOAT", "STRING", "BINSTRING", "SHORT_BINSTRING", "UNICODE",
+    "INT", "LONG", "LONG4", "FLOAT", "BINSTRING", "SHORT_BINSTRING", "UNICODE",
     "BINUNICODE8", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8",
 })
 # fmt: on
@@ -330,6 +306,9 @@ def _rare(
     import pickletools
 
     info = pickletools.code2op[chr(op)]  # type: ignore[attr-defined]
+    if info.name == "STRING":  # of Python 2; its escapes stay as they are
+        stack.append(stream.readline().strip()[1:-1].decode("latin-1"))
+        return
     argument: Any = info.arg.reader(stream) if info.arg else None
     kind = info.name
     if kind in _LITERALS:

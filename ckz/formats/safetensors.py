@@ -173,9 +173,7 @@ def _check_ends(source: Source, start: int, entries: list[_Entry]) -> None:
         if begin < at:
             raise CorruptError(f"{source.name}: tensors {before!r} and {name!r} overlap")
         if begin > at:
-            raise CorruptError(
-                f"{source.name}: a gap of {begin - at} bytes before tensor {name!r}"
-            )
+            raise CorruptError(f"{source.name}: a gap of {begin - at} bytes before tensor {name!r}")
         at, before = end, name
     if at > size:
         cut = next(entry.name for entry in entries if entry.end > size)

@@ -15,7 +15,7 @@ from ckz.formats.layout import Directory, Layout
 
 _INDEX = ".index.json"
 _MAX_INDEX = 64 << 20
-_SHARD = re.compile(r"(.+)-(\d{1,6})-of-(\d{1,6})(\.\w+)")
+_SHARD = re.compile(r"(.+)-(\d{1,5})-of-(\d{1,5})(\.\w+)")
 
 
 class _Model(NamedTuple):
@@ -65,15 +65,15 @@ def _indexed(found: Directory) -> Iterator[_Model]:
             held[shard] = None
             place = places.get(folder + shard)
             if place is None or not (found.root / folder / shard).exists():
-                missing.append(f"{path}: shard {shard} is missing")
+                missing.append(f"{path}: shard {shard!r} is missing")
             elif found.layouts[place].format == "opaque":
-                missing.append(f"{path}: shard {shard} cannot be read")
+                missing.append(f"{path}: shard {shard!r} cannot be read")
             elif found.files[place].kind == "file":
                 held[shard] = {tensor.name for tensor in found.layouts[place].tensors}
         for name, shard in weight_map.items():
             names = held[shard]
             if names is not None and name not in names:
-                missing.append(f"{path}: tensor {name!r} is not in shard {shard}")
+                missing.append(f"{path}: tensor {name!r} is not in shard {shard!r}")
         owners = {
             name: places[folder + shard]
             for name, shard in weight_map.items()
@@ -109,7 +109,7 @@ def _numbered(found: Directory, known: Set[int]) -> Iterator[_Model]:
         first = 0 if 0 in shards else 1
         absent = [n for n in range(first, first + int(count)) if n not in shards]
         missing = tuple(
-            f"shard {stem.rpartition('/')[2]}-{number:0{len(count)}}-of-{count}{suffix} is missing"
+            f"shard '{stem}-{number:0{len(count)}}-of-{count}{suffix}' is missing"
             for number in absent
         )
         yield _Model(tuple(shards.values()), {}, missing)

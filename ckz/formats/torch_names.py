@@ -221,8 +221,10 @@ def _attributes(state: Any) -> Iterator[tuple[Any, Any]]:
     if isinstance(state, Call) and state.func == DICT:
         for key, value in state.pairs:
             yield (None if key in _MODULE_PARTS else key), value
-    elif type(state) is tuple and len(state) == 2 and all(
-        part is None or (isinstance(part, Call) and part.func == DICT) for part in state
+    elif (
+        type(state) is tuple
+        and len(state) == 2
+        and all(part is None or (isinstance(part, Call) and part.func == DICT) for part in state)
     ):
         for part in state:  # attributes, and those of __slots__
             yield from _attributes(part)

@@ -6,12 +6,13 @@ Nothing here knows how a file holds its storages.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ckz.checkpoint import ITEMSIZE, MAX_RANK, Piece, Span, Tensor, coding_dtype
 from ckz.errors import CorruptError
 from ckz.formats.layout import Layout
+from ckz.formats.pickle_warnings import warnings_of
 from ckz.formats.pickles import Call, Global, PersistentId, Pickle
 from ckz.formats.torch_names import View, key_text, named_views
 
@@ -49,7 +50,6 @@ _SAME_BITS = {
     "qint8": "int8",
 }
 # fmt: off
-# What torch.load(weights_only=True) lets a file name.
 _SAFE = frozenset({
     "_codecs.encode", "builtins.bytearray", "builtins.complex", "builtins.set",
     "collections.Counter", "collections.OrderedDict", "torch.Size", "torch.Tensor",
@@ -59,7 +59,6 @@ _SAFE = frozenset({
     "torch.serialization._get_layout", "torch.storage.TypedStorage", "torch.storage.UntypedStorage",
 })
 # fmt: on
-_MAX_LISTED = 20
 
 
 class Storage(NamedTuple):
@@ -119,20 +118,25 @@ def torch_layout(
             tensors.append(tensor)
             if tensor.pieces:
                 views[place].append(tensor)
+    dtypes: dict[str, dict[str, str]] = {}
     spans = []
     for place, (_, prefix, key) in enumerate(held):
         storage = storages[prefix][key]
         if not views[place]:
+            if prefix not in dtypes:
+                dtypes[prefix] = storage_dtypes(pickles[prefix]) if prefix in pickles else {}
             name = f"{prefix}.storage.{key}" if prefix else f"storage.{key}"
-            dtypes = storage_dtypes(pickles[prefix]) if prefix in pickles else {}
-            views[place].append(_unviewed(name, dtypes.get(key, "bytes"), storage, place))
+            dtype = dtypes[prefix].get(key, "bytes")
+            views[place].append(_unviewed(name, dtype, storage, place))
             tensors.append(views[place][0])
         spans.append(_span(storage, coding_dtype(views[place])))
     return Layout(
         "torch",
         tuple(spans),
         tuple(_distinct(tensors)),
-        tuple(line for pickle in pickles.values() for line in warnings_of(pickle.globals)),
+        tuple(
+            line for pickle in pickles.values() for line in warnings_of(pickle.globals, _is_safe)
+        ),
         tuple(missing),
     )
 
@@ -147,22 +151,8 @@ def storage_dtypes(pickle: Pickle) -> dict[str, str]:
     return found
 
 
-def warnings_of(names: Iterable[Global]) -> Iterator[str]:
-    """Say which of the names that a pickle would import torch itself would not let it."""
-    odd = []
-    for name in names:
-        # One line, whatever the file calls it.
-        text = str(name).encode("unicode_escape").decode()
-        if name.dangerous:
-            yield f"dangerous global {text} in the pickle (never executed)"
-        elif not _is_safe(name):
-            odd.append(text)
-    if odd:
-        more = f" and {len(odd) - _MAX_LISTED} more" if len(odd) > _MAX_LISTED else ""
-        yield f"pickle names {', '.join(odd[:_MAX_LISTED])}{more} (never executed)"
-
-
 def _is_safe(name: Global) -> bool:
+    """Whether ``torch.load(weights_only=True)`` lets a file name it."""
     if str(name) in _SAFE:
         return True
     if name.module == "torch._utils":

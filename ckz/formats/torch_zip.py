@@ -73,9 +73,7 @@ def _storage(source: Source, member: Member, byteorder: str) -> Storage:
             "which is not read"
         )
     packed = "deflate" if member.method == DEFLATED else ""
-    return Storage(
-        member.offset, member.stored, member.nbytes, byteorder, packed, member.crc32
-    )
+    return Storage(member.offset, member.stored, member.nbytes, byteorder, packed, member.crc32)
 
 
 def _byteorder(source: Source, member: Member | None) -> str:
