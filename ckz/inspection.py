@@ -10,11 +10,14 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ckz.checkpoint import ROLES, Checkpoint
+from ckz.checkpoint import ROLES, Checkpoint, uncollected
 from ckz.container import Container
 from ckz.container_read import is_container, open_container
 from ckz.formats import read_checkpoint
 from ckz.streams import span_roles
+
+PACKED = "stored compressed"
+SHARED = "shares memory"
 
 
 class Row(NamedTuple):
@@ -70,36 +73,32 @@ def inspect(path: Path) -> Inspection:
         If it is damaged or not supported.
     """
     if is_container(path) or (path.suffix == ".ckz" and path.is_file()):
-        with open_container(path) as container:
+        with uncollected(), open_container(path) as container:
             return _inspect(container.checkpoint, path, container)
-    return _inspect(read_checkpoint(path), path, None)
+    with uncollected():
+        return _inspect(read_checkpoint(path), path, None)
 
 
 def _inspect(checkpoint: Checkpoint, path: Path, container: Container | None) -> Inspection:
     nfiles = len(checkpoint.files)
-    stored = _span_costs(container).tolist() if container else None
-    users = np.zeros(len(checkpoint.spans), np.int64)
-    for tensor in checkpoint.tensors:
-        for piece in tensor.pieces:
-            users[piece.span] += 1
-    shared = (users > 1).tolist()
+    stored = _span_costs(container).tolist()[nfiles:] if container else None
+    uses = Counter(piece.span for tensor in checkpoint.tensors for piece in tensor.pieces)
     rows = []
     for tensor in checkpoint.tensors:
         nbytes = tensor.nbytes
-        spans = {piece.span for piece in tensor.pieces}
-        notes = []
-        if any(checkpoint.spans[span].packed for span in spans):
-            notes.append("stored compressed")
-        if any(shared[span] for span in spans):
-            notes.append("shares memory")
-        cost = None
-        if stored is not None:
-            whole = sum(checkpoint.spans[span].nbytes for span in spans)
-            part = min(1.0, nbytes / whole) if whole else 0.0
-            cost = round(part * sum(stored[nfiles + span] for span in spans))
-        rows.append(
-            Row(tensor.name, tensor.dtype, tensor.shape, tensor.role, nbytes, cost, tuple(notes))
-        )
+        cost = None if stored is None else 0.0
+        notes: tuple[str, ...] = ()
+        for number in dict.fromkeys([piece.span for piece in tensor.pieces]):
+            span = checkpoint.spans[number]
+            if span.packed:
+                notes = (PACKED,)
+            if uses[number] > 1 and len(tensor.pieces) == 1:
+                notes = (*notes, SHARED)
+            if stored is not None:
+                share = 1.0 if len(tensor.pieces) > 1 else min(1.0, nbytes / span.nbytes)
+                cost = (cost or 0.0) + share * stored[number]
+        whole = None if cost is None else round(cost)
+        rows.append(Row(tensor.name, tensor.dtype, tensor.shape, tensor.role, nbytes, whole, notes))
     return Inspection(
         path=str(path),
         format=checkpoint.format,

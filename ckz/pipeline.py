@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ckz import atomic
+from ckz import atomic, kernels
 from ckz.casts import find_casts
 from ckz.checkpoint import Checkpoint
 from ckz.container import Container
@@ -114,6 +114,7 @@ def compress(
     state = _Progress(checkpoint.nbytes, progress)
     if dry_run:
         return _report(source, output, checkpoint, 0, began)
+    kernels.enable(checkpoint.nbytes)
     encoder = Encoder(checkpoint, plan, accept_bad_crc=accept_bad_crc)
     with (
         atomic.explain_full_disk(target, state),
@@ -175,6 +176,7 @@ def decompress(
                 atomic.explain_full_disk(target, f"{checkpoint.nbytes} bytes needed")
             )
             temporary = stack.enter_context(_new_output(checkpoint, target, force))
+            kernels.enable(checkpoint.nbytes)
             workers = stack.enter_context(start_workers(threads, memory))
             paths = _create(checkpoint, temporary)
             state = _Progress(checkpoint.nbytes, progress)
@@ -206,6 +208,7 @@ def verify(
     path = Path(path)
     with open_container(path) as container, start_workers(threads, memory) as workers:
         if data:
+            kernels.enable(container.checkpoint.nbytes)
             state = _Progress(container.checkpoint.nbytes, progress)
             for raw, stored in decode_all(container, workers):
                 state.add("", raw, stored)

@@ -18,6 +18,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
+import torch
 from conftest import state
 
 import ckz
@@ -314,3 +315,92 @@ def test_seventy_thousand_tiny_tensors_cost_little(tmp_path: Path) -> None:
     safetensors.numpy.save_file({k: rng.normal(0, 1, 16).astype("f4") for k in names}, source)
     packed = round_trip(source)
     assert (packed.stat().st_size - 64 * n) / n < 60
+
+
+# -- what a training state has in common with itself ----------------------------------------------
+
+
+def training_state(rows: int = 300, columns: int = 200) -> dict[str, torch.Tensor]:
+    rng = np.random.default_rng(3)
+    scale = np.exp(rng.normal(0, 2, (rows, 1)) + rng.normal(0, 2, (1, columns)))
+    gradient = torch.from_numpy((rng.normal(0, 1e-3, (rows, columns)) * scale).astype("f4"))
+    master = torch.from_numpy(rng.normal(0, 0.02, (rows, columns)).astype("f4"))
+    other = torch.from_numpy(rng.normal(0, 0.02, (rows, columns)).astype("f4"))
+    return {
+        "model.a": master.bfloat16(),
+        "model.b": other.bfloat16(),
+        "master.b": other,
+        "master.a": master,
+        "state.0.exp_avg": gradient,
+        "state.0.exp_avg_sq": gradient.square(),
+    }
+
+
+def roles_of(path: Path, **options: object) -> dict[str, tuple[int, int]]:
+    report = pipeline.compress(path, path.with_name("out.ckz"), force=True, **options)  # type: ignore[arg-type]
+    pipeline.decompress(path.with_name("out.ckz"), path.with_name("back"), force=True)
+    assert sha(path.with_name("back")) == sha(path)
+    return report.roles
+
+
+def test_weights_beside_their_masters_cost_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "state.pt"
+    state = training_state()
+    torch.save(state, path)
+    raw, stored = roles_of(path)["weight"]
+    masters = sum(t.nbytes for name, t in state.items() if name.startswith("master"))
+    assert raw >= 2 * masters // 4
+    # Nothing but the masters themselves, where those count as weights.
+    assert stored <= 0.84 * masters
+    half = {k: v.half() if v.dtype == torch.bfloat16 else v for k, v in state.items()}
+    half["model.a"], half["model.b"] = state["master.a"].half(), state["master.b"].half()
+    torch.save(half, path)
+    assert roles_of(path)["weight"][1] <= 0.84 * masters
+
+
+def test_weights_that_only_resemble_their_masters_come_back(tmp_path: Path) -> None:
+    path = tmp_path / "state.pt"
+    state = training_state()
+    bits = state["model.a"].view(torch.int16)
+    bits.view(-1)[torch.arange(5, 60_000, 1_000)] ^= 1
+    torch.save(state, path)
+    few = roles_of(path)["weight"][1]
+    bits.view(-1)[torch.arange(1, 60_000, 2)] ^= 3
+    torch.save(state, path)
+    assert few < roles_of(path)["weight"][1]
+
+
+def test_moments_of_a_matrix_use_its_rows_and_columns(tmp_path: Path) -> None:
+    path = tmp_path / "state.pt"
+    torch.save(training_state(), path)
+    with_means = roles_of(path)
+    without = roles_of(path, level="fast")
+    assert with_means["variance"][1] < 0.95 * without["variance"][1]
+    assert with_means["momentum"][1] < 0.97 * without["momentum"][1]
+    pipeline.compress(path, tmp_path / "again.ckz", threads=1)
+    pipeline.compress(path, tmp_path / "out.ckz", threads=3, force=True)
+    assert sha(tmp_path / "again.ckz") == sha(tmp_path / "out.ckz")
+
+
+def test_a_cast_crosses_the_files_of_a_directory(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    root.mkdir()
+    state = training_state()
+    torch.save({k: v for k, v in state.items() if k.startswith("model")}, root / "model.pt")
+    torch.save({k: v for k, v in state.items() if k.startswith("master")}, root / "optim.pt")
+    masters = sum(t.nbytes for name, t in state.items() if name.startswith("master"))
+    report = pipeline.compress(root, tmp_path / "run.ckz")
+    assert sum(stored for _, stored in report.roles.values()) <= 0.84 * masters + 5000
+    pipeline.decompress(tmp_path / "run.ckz", tmp_path / "back")
+    assert (tmp_path / "back" / "model.pt").read_bytes() == (root / "model.pt").read_bytes()
+
+
+def test_tied_weights_stay_tied(tmp_path: Path) -> None:
+    path = tmp_path / "tied.pt"
+    weight = torch.randn(50, 40)
+    torch.save({"embed": weight, "head": weight, "rows": weight[:7], "turned": weight.t()}, path)
+    pipeline.compress(path, tmp_path / "tied.ckz")
+    found = ckz.load_state_dict(tmp_path / "tied.ckz")
+    assert found["embed"].data_ptr() == found["head"].data_ptr() == found["rows"].data_ptr()
+    assert found["turned"].stride() == (1, 40)
+    assert torch.equal(found["turned"], weight.t())

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from ckz.cli import compress, decompress, inspect, stopping, verify
-from ckz.cli.outcome import report_error
+from ckz.cli.outcome import discard_stdout, report_error
 from ckz.errors import CkzError
 
 app = typer.Typer(
@@ -52,6 +52,7 @@ for _command in (compress.compress, decompress.decompress, inspect.inspect, veri
 
 def main() -> None:
     """Run the command line and exit with its code."""
+    _occupy_standard_streams()
     for stream in (sys.stdout, sys.stderr):
         # A name that the terminal's encoding lacks must not end the run.
         stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
@@ -61,7 +62,15 @@ def main() -> None:
     except CkzError as error:
         sys.exit(report_error("", error))
     except OSError as error:
-        code = report_error("", error)
-        # What stdout still holds could not be written: a second try at exit would fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(code)
+        discard_stdout()
+        sys.exit(report_error("", error))
+
+
+def _occupy_standard_streams() -> None:
+    """Open what was closed on ckz, lest a file gets its number; using it is still an error."""
+    if sys.stdin is None:
+        os.open(os.devnull, os.O_WRONLY)
+    if sys.stdout is None:
+        sys.stdout = os.fdopen(os.open(os.devnull, os.O_RDONLY), "w")
+    if sys.stderr is None:
+        sys.stderr = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")

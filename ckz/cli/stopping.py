@@ -1,7 +1,7 @@
 """How a signal ends a run: by an exception, so that temporary files are removed on the way out.
 
-Python raises it wherever the main thread is, and drops it when that is a destructor. So the signal is
-also kept, and ``check`` raises it again between two chunks.
+Python raises it wherever the main thread is, and drops it when that is a destructor. So the signal
+is also kept, and ``check`` raises it again between two chunks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def catch() -> None:
 
 
 def check(done: int = 0, total: int = 0, stored: int = 0) -> None:
-    """Raise what a signal raised before, if that was lost; a progress callback that shows nothing."""
+    """Raise again what a signal raised, if that was lost; a progress callback without a bar."""
     if _caught:
         raise SystemExit(128 + _caught[0])
 

@@ -14,8 +14,8 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from ckz.codecs.coding import scratch
 from ckz.errors import CorruptError
+from ckz.kernels.buffers import scratch
 
 Bytes = npt.NDArray[np.uint8]
 Words = npt.NDArray[np.uint16]

@@ -1,33 +1,22 @@
-"""What codecs of numbers share: byte planes, coded only where that pays, and scratch buffers."""
+"""What codecs of numbers share: byte planes, each coded only where that pays."""
 
 from __future__ import annotations
 
 import struct
-import threading
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ckz.codecs.zstd import compress, decompress_into
 from ckz.errors import CorruptError
+from ckz.kernels.buffers import scratch
 
 Bytes = npt.NDArray[np.uint8]
 
 # 4096 samples show a gain of 0.03 bit at ten standard deviations.
 _SAMPLES = 4096
 _PAYS = 0.03
-
-_local = threading.local()
-
-
-def scratch(key: str, n: int, dtype: Any = np.uint8) -> npt.NDArray[Any]:
-    """Give this thread's buffer of a name: fresh pages cost as much as the codec itself."""
-    cache: dict[str, npt.NDArray[Any]] = _local.__dict__.setdefault("buffers", {})
-    if key not in cache or cache[key].size < n:
-        cache[key] = np.empty(n, dtype)
-    return cache[key][:n]
 
 
 def _compressible(plane: Bytes) -> bool:

@@ -35,8 +35,10 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from ckz.codecs.coding import decode_planes, encode_planes, scratch
+from ckz.codecs.coding import decode_planes, encode_planes
 from ckz.errors import CorruptError
+from ckz.kernels import planes as kernels
+from ckz.kernels.buffers import scratch
 
 Bytes = npt.NDArray[np.uint8]
 Words = npt.NDArray[np.uint16]
@@ -51,115 +53,20 @@ _LAYOUTS: dict[str, tuple[str, int]] = {
 }
 
 
-def _pack7(x: Bytes) -> Bytes:
-    """Pack 7-bit values: the last eighth of them goes into the top bits of the others."""
-    if x.size % 8:
-        return x
-    rows = x.reshape(8, -1)
-    out = rows[:7]
-    bit = scratch("bit", rows.shape[1])
-    for j in range(7):
-        np.left_shift(rows[7], 7 - j, out=bit)
-        np.bitwise_and(bit, 0x80, out=bit)
-        np.bitwise_or(out[j], bit, out=out[j])
-    return out.reshape(-1)
-
-
-def _unpack7(packed: Bytes, out: Bytes) -> Bytes:
-    """Undo ``_pack7``."""
-    rows = out.reshape(8, -1)
-    packed_rows = packed.reshape(7, -1)
-    last = rows[7]
-    last[:] = 0
-    bit = scratch("bit", last.size)
-    for j in range(7):
-        np.right_shift(packed_rows[j], 7 - j, out=bit)
-        np.bitwise_and(bit, 1 << j, out=bit)
-        np.bitwise_or(last, bit, out=last)
-    np.bitwise_and(packed_rows, 0x7F, out=rows[:7])
-    return out
-
-
-def _split_wide(x: Words) -> tuple[Bytes, Bytes]:
-    """Give bits 14 to 7 as symbol, the sign and bits 6 to 0 as rest."""
-    symbol, rest = scratch("symbol", x.size), scratch("rest", x.size)
-    word = scratch("word", x.size, np.uint16)
-    np.right_shift(x, 7, out=word)
-    symbol[:] = word
-    np.right_shift(x, 8, out=word)
-    rest[:] = word
-    np.bitwise_and(rest, 0x80, out=rest)
-    np.bitwise_and(x, 0x7F, out=word)
-    np.bitwise_or(rest, word, out=rest, casting="unsafe")
-    return symbol, rest
-
-
-def _join_wide(symbol: Bytes, rest: Bytes, x: Words) -> None:
-    word = scratch("word", x.size, np.uint16)
-    np.left_shift(symbol, 7, out=x, dtype=np.uint16)
-    np.bitwise_and(rest, 0x7F, out=word)
-    np.bitwise_or(x, word, out=x)
-    np.bitwise_and(rest, 0x80, out=word)
-    np.left_shift(word, 8, out=word)
-    np.bitwise_or(x, word, out=x)
-
-
 def _exponent_base(x: Words) -> int | None:
     """Find the base that makes all 8-bit exponents fit in seven bits; None if there is none."""
+    # The largest magnitude is the largest positive value, or the largest negative pattern.
+    largest = max(int(x.view(np.int16).max(initial=0)), int(x.max(initial=0)) & 0x7FFF)
+    base = (largest >> 7) - 127
+    if base <= 0:
+        return 0
     exponent = scratch("exponent", x.size)
     word = scratch("word", x.size, np.uint16)
     np.right_shift(x, 7, out=word)
     exponent[:] = word
-    top = int(exponent.max(initial=0))
-    if top <= 127:
-        return 0
-    base = top - 127
     # Zero is always representable: subtracting one wraps it out of the minimum's way.
     np.subtract(exponent, 1, out=exponent)
     return base if int(exponent.min()) >= base else None
-
-
-def _split_narrow(x: Words, base: int) -> tuple[Bytes, Bytes]:
-    """Give a 7-bit exponent and the top mantissa bit as symbol, seven packed bits as rest."""
-    symbol, rest = scratch("symbol", x.size), scratch("rest", x.size)
-    word = scratch("word", x.size, np.uint16)
-    if base:
-        np.right_shift(x, 7, out=word)
-        symbol[:] = word
-        np.maximum(symbol, base, out=symbol)
-        np.subtract(symbol, base, out=symbol)
-        np.left_shift(symbol, 1, out=symbol)
-        np.right_shift(x, 6, out=word)
-        np.bitwise_and(word, 1, out=word)
-        np.bitwise_or(symbol, word, out=symbol, casting="unsafe")
-    else:
-        np.right_shift(x, 6, out=word)
-        symbol[:] = word
-    np.right_shift(x, 9, out=word)
-    rest[:] = word
-    np.bitwise_and(rest, 0x40, out=rest)
-    np.bitwise_and(x, 0x3F, out=word)
-    np.bitwise_or(rest, word, out=rest, casting="unsafe")
-    return symbol, _pack7(rest)
-
-
-def _join_narrow(symbol: Bytes, rest: Bytes, base: int, x: Words) -> None:
-    word = scratch("word", x.size, np.uint16)
-    if base:
-        exponent = scratch("exponent", x.size)
-        np.right_shift(symbol, 1, out=exponent)
-        np.add(exponent, base, out=exponent, where=exponent > 0)
-        np.left_shift(exponent, 1, out=x, dtype=np.uint16)
-        np.bitwise_and(symbol, 1, out=symbol)
-        np.bitwise_or(x, symbol, out=x)
-        np.left_shift(x, 6, out=x)
-    else:
-        np.left_shift(symbol, 6, out=x, dtype=np.uint16)
-    np.bitwise_and(rest, 0x3F, out=word)
-    np.bitwise_or(x, word, out=x)
-    np.bitwise_and(rest, 0x40, out=word)
-    np.left_shift(word, 9, out=word)
-    np.bitwise_or(x, word, out=x)
 
 
 @dataclass(frozen=True)
@@ -195,17 +102,20 @@ class Planes:
         else:
             low: list[Bytes] = []
             if self.dtype == "float32":
-                low = [scratch("low0", x.size), scratch("low1", x.size)]
-                low[0][:] = x
-                wide = scratch("wide", x.size, np.uint32)
-                np.right_shift(x, 8, out=wide)
-                low[1][:] = wide
-                np.right_shift(x, 16, out=wide)
-                x = scratch("upper", x.size, np.uint16)
-                x[:] = wide
-            if self.dtype != "float16":
-                base = _exponent_base(x)
-            planes = [*(_split_wide(x) if base is None else _split_narrow(x, base)), *low]
+                low = [scratch("low1", x.size), scratch("low0", x.size)]
+                upper = scratch("upper", x.size, np.uint16)
+                kernels.split_float32(x, upper, *low)
+                x = upper
+            symbol, rest = scratch("symbol", x.size), scratch("rest", x.size)
+            base = _exponent_base(x) if self.dtype != "float16" else None
+            if base is None:
+                kernels.split_wide(x, symbol, rest)
+            else:
+                kernels.split_narrow(x, base, symbol, rest)
+                if x.size % 8 == 0:
+                    kernels.pack7(rest)
+                    rest = rest[: x.size // 8 * 7]
+            planes = [symbol, rest, *low]
         head = struct.pack("<BB", base is not None, base or 0)
         payload = b"".join([head, *encode_planes(planes), chunk[body:].data])
         return payload if len(payload) < chunk.size else None
@@ -238,16 +148,13 @@ class Planes:
             upper = x if itemsize == 2 else scratch("upper", n, np.uint16)
             if mode:
                 if n % 8 == 0:
-                    low = _unpack7(low, scratch("unpacked", n))
-                _join_narrow(symbol, low, base, upper)
+                    packed, low = low, scratch("unpacked", n)
+                    kernels.unpack7(packed, low)
+                kernels.join_narrow(symbol, low, base, upper)
             else:
-                _join_wide(symbol, low, upper)
+                kernels.join_wide(symbol, low, upper)
             if itemsize == 4:
-                wide = scratch("wide", n, np.uint32)
-                np.left_shift(upper, 16, out=x, dtype=np.uint32)
-                np.left_shift(planes[3], 8, out=wide, dtype=np.uint32)
-                np.bitwise_or(x, wide, out=x)
-                np.bitwise_or(x, planes[2], out=x)
+                kernels.join_float32(upper, planes[2], planes[3], x)
         if self.byteorder == ">":
             x.byteswap(inplace=True)
         out[n * itemsize :] = np.frombuffer(rest, np.uint8)

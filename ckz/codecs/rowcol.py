@@ -28,8 +28,9 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ckz.codecs.coding import decode_planes, encode_planes, scratch
+from ckz.codecs.coding import decode_planes, encode_planes
 from ckz.errors import CorruptError
+from ckz.kernels.buffers import scratch
 
 Bytes = npt.NDArray[np.uint8]
 Words = npt.NDArray[np.uint32]

@@ -1,0 +1,110 @@
+"""Every kernel gives the same in its three forms: plain body, numpy, compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from test_codecs import weights
+
+from ckz import kernels
+from ckz.codecs.planes import Planes
+from ckz.kernels import Kernel, planes
+
+SIZES = [0, 1, 7, 8, 64, 1000, 1024]
+
+
+def patterns(n: int, kind: str, seed: int = 0) -> np.ndarray:
+    """16-bit patterns: any, of small numbers, or of numbers in a window that has a base."""
+    rng = np.random.default_rng(seed)
+    x = rng.integers(0, 1 << 16, n, dtype=np.uint16)
+    if kind == "small":
+        return x & np.uint16(0xBFFF)
+    if kind == "based":
+        exponent = rng.integers(101, 228, n).astype(np.uint16) * (rng.random(n) > 0.1)
+        return (x & np.uint16(0x807F)) | (exponent.astype(np.uint16) << np.uint16(7))
+    return x
+
+
+def forms(kernel: Kernel) -> list[Callable[..., Any]]:
+    return [kernel.body, kernel.vectorized, kernel.compiled]
+
+
+def outputs(
+    kernel: Kernel, inputs: list[Any], shapes: list[tuple[int, type]]
+) -> list[list[np.ndarray]]:
+    """Run each form on the same inputs, outputs last; give what each wrote."""
+    found = []
+    for form in forms(kernel):
+        outs = [np.full(n, 0xAA, dtype) for n, dtype in shapes]
+        form(*inputs, *outs)
+        found.append(outs)
+    return found
+
+
+def assert_equal(found: list[list[np.ndarray]]) -> list[np.ndarray]:
+    for outs in found[1:]:
+        for a, b in zip(found[0], outs, strict=True):
+            assert np.array_equal(a, b)
+    return found[0]
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize(("kind", "base"), [("small", 0), ("based", 100), ("any", None)])
+def test_splits_and_joins(n: int, kind: str, base: int | None) -> None:
+    x = patterns(n, kind)
+    pair = [(n, np.uint8), (n, np.uint8)]
+    if base is None:
+        symbol, rest = assert_equal(outputs(planes.split_wide, [x], pair))
+        (back,) = assert_equal(outputs(planes.join_wide, [symbol, rest], [(n, np.uint16)]))
+    else:
+        symbol, rest = assert_equal(outputs(planes.split_narrow, [x, base], pair))
+        assert n == 0 or int(rest.max()) < 128
+        (back,) = assert_equal(outputs(planes.join_narrow, [symbol, rest, base], [(n, np.uint16)]))
+    assert np.array_equal(back, x)
+
+
+@pytest.mark.parametrize("n", [8, 64, 1000, 1024, 4096])
+def test_packing_seven_bits(n: int) -> None:
+    x = np.random.default_rng(n).integers(0, 128, n, dtype=np.uint8)
+    packed = []
+    for form in forms(planes.pack7):
+        copy = x.copy()
+        form(copy)
+        packed.append(copy[: n // 8 * 7])
+    assert np.array_equal(packed[0], packed[1])
+    assert np.array_equal(packed[0], packed[2])
+    (back,) = assert_equal(outputs(planes.unpack7, [packed[0]], [(n, np.uint8)]))
+    assert np.array_equal(back, x)
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_float32_planes(n: int) -> None:
+    x = np.random.default_rng(n).integers(0, 1 << 32, n, dtype=np.uint32)
+    shapes = [(n, np.uint16), (n, np.uint8), (n, np.uint8)]
+    found = assert_equal(outputs(planes.split_float32, [x], shapes))
+    (back,) = assert_equal(outputs(planes.join_float32, list(found), [(n, np.uint32)]))
+    assert np.array_equal(back, x)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_payloads_do_not_depend_on_the_form(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    chunk = weights(5000, dtype)
+    payloads = []
+    for compiled in (False, True):
+        monkeypatch.setattr(kernels, "_compiled", compiled)
+        payloads.append(Planes(dtype).encode(chunk))
+        out = np.empty(chunk.size, np.uint8)
+        Planes(dtype).decode(memoryview(payloads[-1] or b""), [], out)
+        assert np.array_equal(out, chunk)
+    assert payloads[0] == payloads[1]
+
+
+def test_only_much_data_is_worth_compiling(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_compiled", False)
+    kernels.enable(10 << 20)
+    assert not kernels._compiled
+    kernels.enable(kernels.WORTH)
+    assert kernels._compiled
