@@ -43,9 +43,11 @@ from ckz.streams import CHUNK
 
 
 def is_container(path: Path) -> bool:
-    """Tell whether a file starts as a .ckz does."""
+    """Tell whether a file starts as a .ckz does, or is named like one."""
     if not path.is_file():
         return False
+    if path.suffix == ".ckz":
+        return True
     with path.open("rb") as file:
         return file.read(len(MAGIC)) == MAGIC
 

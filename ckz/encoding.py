@@ -13,13 +13,13 @@ import numpy.typing as npt
 import xxhash
 
 from ckz import codecs
+from ckz.checking import bad_crc, stated_crc32
 from ckz.checkpoint import Checkpoint
 from ckz.choosing import Choice, choose
 from ckz.codecs.raw import Raw
 from ckz.codecs.same import Same
 from ckz.codecs.zstd import Zstd
 from ckz.container import Ref
-from ckz.errors import CorruptError
 from ckz.files import FileSet
 from ckz.hashing import SpanHasher
 from ckz.plan import Plan
@@ -145,12 +145,11 @@ class Encoder:
         for part, first, last in covered:
             data = chunk[at : at + last - first]
             at += data.size
-            # Of what a file packed itself it states the plain data's CRC.
-            span = self._checkpoint.spans[part.span - nfiles] if part.span >= nfiles else None
-            crc32 = span.crc32 if span and not span.packed else -1
+            span = part.span - nfiles
+            crc32 = stated_crc32(self._checkpoint.spans[span]) if span >= 0 else -1
             holds = hasher.update(part.span, part.nbytes, last, data, crc32)
             if not holds and not self._accept_bad_crc:
-                raise _bad_crc(self._checkpoint, part.span - nfiles)
+                raise bad_crc(self._checkpoint, span)
 
     def _try(self, files: FileSet, choice: Choice, start: int, stop: int) -> _Try:
         refs = choice.refs(start, stop) or ()
@@ -213,12 +212,3 @@ class _Repeats:
         spare = self._spare[: chunk.size]
         self._files.read(first[0].extents_in(first[1], first[1] + chunk.size), spare)
         return first[2] if np.array_equal(spare, chunk) else None
-
-
-def _bad_crc(checkpoint: Checkpoint, span: int) -> CorruptError:
-    names = [t.name for t in checkpoint.tensors if any(p.span == span for p in t.pieces)]
-    what = f"tensor {names[0]!r}" if names else f"storage {span}"
-    return CorruptError(
-        f"{checkpoint.path_of(checkpoint.spans[span].file)}: {what}: CRC mismatch, the file is "
-        "damaged or was written without checksums; --accept-bad-crc stores it as it is"
-    )

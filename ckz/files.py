@@ -6,6 +6,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
+from threading import Lock
 
 import numpy as np
 import numpy.typing as npt
@@ -23,15 +24,18 @@ class FileSet:
         self._paths = paths
         self._flags = flags | os.O_CLOEXEC
         self._open: OrderedDict[int, int] = OrderedDict()
+        self._lock = Lock()
 
     def _fd(self, file: int) -> int:
-        if file in self._open:
-            self._open.move_to_end(file)
+        # Threads may share a set as long as they work on one file at a time.
+        with self._lock:
+            if file in self._open:
+                self._open.move_to_end(file)
+                return self._open[file]
+            if len(self._open) >= _OPEN_AT_ONCE:
+                os.close(self._open.popitem(last=False)[1])
+            self._open[file] = os.open(self._paths[file], self._flags)
             return self._open[file]
-        if len(self._open) >= _OPEN_AT_ONCE:
-            os.close(self._open.popitem(last=False)[1])
-        self._open[file] = os.open(self._paths[file], self._flags, 0o600)
-        return self._open[file]
 
     def read(self, extents: Sequence[Extent], out: npt.NDArray[np.uint8]) -> None:
         """Fill ``out`` from extents laid end to end.

@@ -72,7 +72,7 @@ def inspect(path: Path) -> Inspection:
     CkzError
         If it is damaged or not supported.
     """
-    if is_container(path) or (path.suffix == ".ckz" and path.is_file()):
+    if is_container(path):
         with uncollected(), open_container(path) as container:
             return _inspect(container.checkpoint, path, container)
     with uncollected():

@@ -21,9 +21,10 @@ import numpy as np
 
 from ckz import atomic, kernels
 from ckz.casts import find_casts
+from ckz.checking import check_crcs
 from ckz.checkpoint import Checkpoint
 from ckz.container import Container
-from ckz.container_read import open_container
+from ckz.container_read import is_container, open_container
 from ckz.container_write import Writer
 from ckz.encoding import Encoder
 from ckz.errors import ChangedError, CkzError, CorruptError, IncompleteError, UnsupportedError
@@ -103,13 +104,7 @@ def compress(
     began = time.perf_counter()
     source = Path(source)
     target = atomic.check_target(Path(output), force)
-    checkpoint = read_checkpoint(source, opaque=opaque)
-    if checkpoint.missing and not allow_incomplete:
-        raise IncompleteError(
-            f"{source}: {'; '.join(checkpoint.missing[:3])}"
-            f"{' ...' if len(checkpoint.missing) > 3 else ''}; "
-            "--allow-incomplete stores it all the same"
-        )
+    checkpoint = _read_complete(source, opaque=opaque, allow_incomplete=allow_incomplete)
     plan = make_plan(checkpoint, level, find_casts(checkpoint))
     state = _Progress(checkpoint.nbytes, progress)
     if dry_run:
@@ -197,15 +192,24 @@ def verify(
     memory: int = DEFAULT_MEMORY,
     progress: OnProgress | None = None,
 ) -> Report:
-    """Check every checksum of a .ckz; with ``data`` also decode everything.
+    """Check every checksum of a .ckz, or what can be checked of a source.
+
+    Parameters
+    ----------
+    data : decode everything in a .ckz. Of a source the structure, its completeness, and the
+        checksums that its format has are checked, with or without.
 
     Raises
     ------
     CorruptError
         Naming the first tensor and chunk that does not hold.
+    IncompleteError
+        If a source lacks what it names.
     """
     began = time.perf_counter()
     path = Path(path)
+    if not is_container(path):
+        return _verify_source(path, threads, memory, progress, began)
     with open_container(path) as container, start_workers(threads, memory) as workers:
         if data:
             kernels.enable(container.checkpoint.nbytes)
@@ -218,6 +222,31 @@ def verify(
             for payload in in_order(workers, jobs):
                 state.add("", len(payload), len(payload))
         return _report(path, "", container.checkpoint, container.nbytes, began)
+
+
+def _verify_source(
+    path: Path, threads: int, memory: int, progress: OnProgress | None, began: float
+) -> Report:
+    checkpoint = _read_complete(path)
+    state = _Progress(checkpoint.nbytes, progress)
+    with start_workers(threads, memory) as workers:
+        for nbytes in check_crcs(checkpoint, workers):
+            state.add("", nbytes, 0)
+    _check_unchanged(checkpoint)
+    return _report(path, "", checkpoint, checkpoint.nbytes, began)
+
+
+def _read_complete(
+    source: Path, *, opaque: bool = False, allow_incomplete: bool = False
+) -> Checkpoint:
+    checkpoint = read_checkpoint(source, opaque=opaque)
+    if checkpoint.missing and not allow_incomplete:
+        raise IncompleteError(
+            f"{source}: {'; '.join(checkpoint.missing[:3])}"
+            f"{' ...' if len(checkpoint.missing) > 3 else ''}; "
+            "--allow-incomplete stores it all the same"
+        )
+    return checkpoint
 
 
 def recorded_name(container: Container) -> str:

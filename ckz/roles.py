@@ -132,6 +132,8 @@ def _role(name: str, dtype: str, shape: tuple[int, ...]) -> str:
         return "other" if leaf in _COMPANIONS or (role == "master" and is_router(name)) else role
     if ("opt" in name.lower() or segments[0] == "state") and _in_optimizer(segments):
         return _slot(segments, leaf)
+    if "zero" in segments and leaf == "fp32":  # a parameter in DeepSpeed's flat partitions
+        return "other" if is_router(name.removesuffix(".fp32")) else "master"
     if segments[-2:] == ["fp32", "pt"]:  # a DeepSpeed universal checkpoint
         return "master"
     if not _EXACT.isdisjoint(segments):

@@ -404,3 +404,35 @@ def test_tied_weights_stay_tied(tmp_path: Path) -> None:
     assert found["embed"].data_ptr() == found["head"].data_ptr() == found["rows"].data_ptr()
     assert found["turned"].stride() == (1, 40)
     assert torch.equal(found["turned"], weight.t())
+
+
+# -- sources that are damaged or incomplete -------------------------------------------------------
+
+
+def test_a_flipped_bit_in_a_torch_zip_names_its_tensor(tmp_path: Path) -> None:
+    path = tmp_path / "model.pt"
+    torch.save({"first": torch.ones(3000), "second": torch.arange(3000.0)}, path)
+    pipeline.verify(path)
+    data = bytearray(path.read_bytes())
+    data[data.index(np.arange(3000, dtype="f4")[1000:1010].tobytes())] ^= 8
+    path.write_bytes(data)
+    for action in (
+        lambda: pipeline.compress(path, tmp_path / "x.ckz"),
+        lambda: pipeline.verify(path),
+    ):
+        with pytest.raises(CorruptError, match=r"'second': CRC mismatch"):
+            action()
+    assert [p.name for p in tmp_path.iterdir()] == ["model.pt"]
+    pipeline.compress(path, tmp_path / "x.ckz", accept_bad_crc=True)
+    pipeline.decompress(tmp_path / "x.ckz", tmp_path / "back")
+    assert (tmp_path / "back").read_bytes() == bytes(data)
+
+
+def test_verify_reports_absent_shards_of_a_source(tmp_path: Path) -> None:
+    safetensors.numpy.save_file({"a": np.zeros(3, "f4")}, tmp_path / "m-1.safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text('{"weight_map": {"a": "m-1.safetensors"}}')
+    assert pipeline.verify(tmp_path).tensors == 1
+    index.write_text('{"weight_map": {"a": "m-1.safetensors", "b": "m-2.safetensors"}}')
+    with pytest.raises(IncompleteError, match=r"m-2\.safetensors"):
+        pipeline.verify(tmp_path)

@@ -48,8 +48,10 @@ def goes_to_stdout(sources: Sequence[str], output: str | None, stdout: bool) -> 
     Raises
     ------
     UsageError
-        For options that contradict each other.
+        For empty names and options that contradict each other.
     """
+    if "" in (*sources, output):
+        raise UsageError("a name is empty; perhaps a variable is not set")
     if stdout and output not in (None, DASH):
         raise UsageError("-o and -c exclude each other")
     if len(sources) > 1 and DASH in sources:
@@ -74,6 +76,8 @@ def check_combination(
         raise UsageError("--json prints to standard output, where the data would go; use -o")
     if not keep and (to_stdout or DASH in sources):
         raise UsageError("--rm wants files on both sides, not standard input or output")
+    if not keep and any(Path(source).name in ("", "..") for source in sources):
+        raise UsageError("--rm wants directories by their names")
 
 
 def targets(

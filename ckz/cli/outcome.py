@@ -11,7 +11,8 @@ import logging
 import os
 import resource
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -159,4 +160,22 @@ def roles_to_json(
 
 def print_result(text: str) -> None:
     """Print to stdout at once, so that a full disk or a closed pipe is seen here."""
-    print(text, flush=True)
+    with writing_to_stdout():
+        print(text, flush=True)
+
+
+@contextmanager
+def writing_to_stdout() -> Iterator[None]:
+    """Name standard output in what goes wrong, except for a pipe that nobody reads any more."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as err:
+        discard_stdout()
+        raise OSError(err.errno, err.strerror, names.STDOUT) from err
+
+
+def discard_stdout() -> None:
+    """Give up what stdout still holds: it could not be written, and would fail at exit again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ckz.cli.names import DASH, STDIN, STDOUT
+from ckz.cli.outcome import writing_to_stdout
 from ckz.errors import CkzError
 
 _BLOCK = 1 << 20
@@ -76,14 +77,9 @@ def for_stdout(*, force: bool) -> Iterator[Path]:
 
 
 def _copy_to_stdout(path: Path) -> None:
-    with path.open("rb") as file:
-        try:
-            shutil.copyfileobj(file, sys.stdout.buffer, _BLOCK)
-            sys.stdout.buffer.flush()
-        except BrokenPipeError:
-            raise
-        except OSError as err:
-            raise OSError(err.errno, err.strerror, STDOUT) from err
+    with path.open("rb") as file, writing_to_stdout():
+        shutil.copyfileobj(file, sys.stdout.buffer, _BLOCK)
+        sys.stdout.buffer.flush()
 
 
 @contextmanager

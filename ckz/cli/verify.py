@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def verify(
-    sources: options.Containers,
+    sources: options.Sources,
     data: Annotated[
         bool, typer.Option("--data", help="Decode everything and check the original bytes too.")
     ] = False,
@@ -26,9 +26,10 @@ def verify(
     quiet: options.Quiet = 0,
     verbose: options.Verbose = 0,
 ) -> None:
-    """Check every checksum of .ckz files.
+    """Check every checksum of .ckz files, without their sources.
 
-    The sources are not needed.
+    Of a checkpoint that is not compressed, its structure, its completeness and the checksums that
+    its format has are checked.
     """
     configure(quiet=quiet, verbose=verbose, as_json=as_json)
     from ckz import pipeline
