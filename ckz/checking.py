@@ -14,7 +14,7 @@ from ckz.workers import Workers, in_order
 
 
 def stated_crc32(span: Span) -> int:
-    """Give the CRC-32 of a span's stored bytes; -1 if the file tells none, or that of plain ones."""
+    """Give the CRC-32 of a span's stored bytes; -1 if the file states none of them."""
     return -1 if span.packed else span.crc32
 
 

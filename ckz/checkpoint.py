@@ -273,6 +273,17 @@ def check_layout(checkpoint: Checkpoint) -> None:
                 f"but the file has {file.size}"
             )
         previous = span
+    check_pieces(checkpoint)
+
+
+def check_pieces(checkpoint: Checkpoint) -> None:
+    """Check that the pieces of every tensor lie inside its shape and inside their spans.
+
+    Raises
+    ------
+    CorruptError
+        Naming the tensor.
+    """
     for tensor in checkpoint.tensors:
         itemsize = ITEMSIZE[tensor.dtype]
         for piece in tensor.pieces:

@@ -277,11 +277,10 @@ def _unpack_checkpoint(container: Container) -> Checkpoint:
         at += ndim
         found = []
         for span, offset, explicit in pieces[next_piece : next_piece + count]:
+            box = [shape, contiguous_strides(shape), (0,) * ndim]
             if explicit:
                 box = [tuple(dims[at + k * ndim : at + (k + 1) * ndim]) for k in range(3)]
                 at += 3 * ndim
-            else:
-                box = [shape, contiguous_strides(shape), (0,) * ndim]
             found.append(Piece(span - nfiles, offset, *box))
         next_piece += count
         name = names[2 * nfiles + number]

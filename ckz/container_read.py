@@ -20,7 +20,7 @@ import xxhash
 import zstandard
 
 from ckz import codecs
-from ckz.checkpoint import ITEMSIZE, ROLES, check_layout
+from ckz.checkpoint import ITEMSIZE, ROLES, check_pieces
 from ckz.codecs.zstd import decompress_into
 from ckz.container import (
     HDF5_MAGIC,
@@ -290,6 +290,13 @@ def _check_spans(path: Path, meta: dict[str, Any], tables: dict[str, Rows]) -> N
     np.add.at(totals, file[~is_model], nbytes[~is_model])
     if np.any(totals != files["size"].astype(np.int64)):
         raise CorruptError(f"{path}: the spans of a file do not make up its size")
+    inside = spans[nfiles : len(spans) - nmodels]
+    starts, ends = inside["offset"], inside["offset"] + inside["nbytes"]
+    follows = (inside["file"][1:] > inside["file"][:-1]) | (
+        (inside["file"][1:] == inside["file"][:-1]) & (starts[1:] >= ends[:-1])
+    )
+    if not np.all(follows) or np.any(ends > files["size"][inside["file"]]):
+        raise CorruptError(f"{path}: spans overlap or leave their file")
     used = np.flatnonzero(nbytes > 0)
     if np.any(spans["stream"][used] >= len(streams)):
         raise CorruptError(f"{path}: a span names a stream that is not there")
@@ -367,5 +374,4 @@ def _check_names(path: Path, container: Container) -> None:
         or rows["pieces"].sum(dtype=np.int64) != len(pieces)
     ):
         raise CorruptError(f"{path}: a tensor names something that is not there")
-    container_layout = container.checkpoint
-    check_layout(container_layout)
+    check_pieces(container.checkpoint)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from ckz.checkpoint import ROLES, Checkpoint, uncollected
+from ckz.checkpoint import ITEMSIZE, ROLES, Checkpoint, uncollected
 from ckz.container import Container
 from ckz.container_read import is_container, open_container
 from ckz.formats import read_checkpoint
@@ -82,23 +83,32 @@ def inspect(path: Path) -> Inspection:
 def _inspect(checkpoint: Checkpoint, path: Path, container: Container | None) -> Inspection:
     nfiles = len(checkpoint.files)
     stored = _span_costs(container).tolist()[nfiles:] if container else None
-    uses = Counter(piece.span for tensor in checkpoint.tensors for piece in tensor.pieces)
+    uses = Counter([piece.span for tensor in checkpoint.tensors for piece in tensor.pieces])
     rows = []
-    for tensor in checkpoint.tensors:
-        nbytes = tensor.nbytes
+    shown = [0] * len(checkpoint.spans)
+    for name, dtype, shape, pieces, role, _ in checkpoint.tensors:
+        nbytes = prod(shape) * ITEMSIZE[dtype]
         cost = None if stored is None else 0.0
         notes: tuple[str, ...] = ()
-        for number in dict.fromkeys([piece.span for piece in tensor.pieces]):
+        for number in {piece.span for piece in pieces}:
             span = checkpoint.spans[number]
+            shown[number] += nbytes
             if span.packed:
                 notes = (PACKED,)
-            if uses[number] > 1 and len(tensor.pieces) == 1:
+            if uses[number] > 1 and len(pieces) == 1:
                 notes = (*notes, SHARED)
-            if stored is not None:
-                share = 1.0 if len(tensor.pieces) > 1 else min(1.0, nbytes / span.nbytes)
-                cost = (cost or 0.0) + share * stored[number]
-        whole = None if cost is None else round(cost)
-        rows.append(Row(tensor.name, tensor.dtype, tensor.shape, tensor.role, nbytes, whole, notes))
+            if cost is not None and stored is not None:
+                share = 1.0 if len(pieces) > 1 else min(1.0, nbytes / span.nbytes)
+                cost += share * stored[number]
+        rows.append(
+            Row(name, dtype, shape, role, nbytes, None if cost is None else round(cost), notes)
+        )
+    # At least what views fall short of: which bytes they show is not worked out.
+    hidden = sum(
+        max(0, span.nbytes - seen)
+        for span, seen in zip(checkpoint.spans, shown, strict=True)
+        if not span.packed
+    )
     return Inspection(
         path=str(path),
         format=checkpoint.format,
@@ -107,7 +117,7 @@ def _inspect(checkpoint: Checkpoint, path: Path, container: Container | None) ->
         files=sum(file.kind == "file" for file in checkpoint.files),
         tensors=tuple(rows),
         roles=_roles(checkpoint, container),
-        hidden_nbytes=_hidden(checkpoint),
+        hidden_nbytes=hidden,
         codecs=_codecs(container) if container else {},
         warnings=checkpoint.warnings,
         missing=checkpoint.missing,
@@ -150,19 +160,6 @@ def _roles(
         role = ROLES[int(container.streams["role"][stream])]
         stored["skeleton" if stream in skeletons and role == "other" else role] += nbytes
     return {role: (raw[role], stored[role]) for role in raw | stored}
-
-
-def _hidden(checkpoint: Checkpoint) -> int:
-    """Count bytes of plain spans that no tensor could show: at least what views fall short of."""
-    seen = [0] * len(checkpoint.spans)
-    for tensor in checkpoint.tensors:
-        for piece in tensor.pieces:
-            seen[piece.span] += tensor.nbytes
-    return sum(
-        max(0, span.nbytes - shown)
-        for span, shown in zip(checkpoint.spans, seen, strict=True)
-        if not span.packed
-    )
 
 
 def _codecs(container: Container) -> dict[str, int]:

@@ -121,26 +121,26 @@ def _candidates(
 
 
 def _matrices(checkpoint: Checkpoint) -> dict[int, tuple[int, int]]:
-    """Give rows and columns of each span that is one row-major tensor of two sides or more."""
-    found: dict[int, tuple[int, int]] = {}
-    seen: set[int] = set()
+    """Give rows and columns of each span that is one row-major tensor of two sides or more.
+
+    A flat tensor that has the span as one run of its elements does not say otherwise.
+    """
+    found: dict[int, tuple[int, int] | None] = {}
     for tensor in checkpoint.tensors:
         for piece in tensor.pieces:
             shape = piece.shape
-            alone = piece.span not in seen
-            seen.add(piece.span)
-            found.pop(piece.span, None)
-            nbytes = 4 * math.prod(shape)
-            if (
-                alone
-                and len(shape) >= 2
-                and piece.strides == contiguous_strides(shape)
-                and checkpoint.spans[piece.span].nbytes == nbytes
-            ):
-                rows, columns = _sides(shape)
-                if rows >= _MIN_SIDE and _MIN_SIDE <= columns <= _MAX_COLUMNS:
-                    found[piece.span] = rows, columns
-    return found
+            fills = checkpoint.spans[piece.span].nbytes == 4 * math.prod(shape)
+            whole = fills and piece.strides == contiguous_strides(shape)
+            if whole and len(shape) == 1:
+                continue
+            sides = _sides(shape) if whole and len(shape) > 1 else None
+            if found.setdefault(piece.span, sides) != sides:
+                found[piece.span] = None
+    return {
+        span: sides
+        for span, sides in found.items()
+        if sides and sides[0] >= _MIN_SIDE and _MIN_SIDE <= sides[1] <= _MAX_COLUMNS
+    }
 
 
 def _sides(shape: tuple[int, ...]) -> tuple[int, int]:

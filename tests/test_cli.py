@@ -335,6 +335,29 @@ def test_a_full_device_behind_stdout_is_an_error(container: Path, arguments: lis
     assert done.stderr.count(b"\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("script", "code"),
+    [
+        ("decompress -qc model.safetensors.ckz >&-", 1),
+        ("inspect model.safetensors >&-", 1),
+        ("--help >&-", 1),
+        ("compress -f model.safetensors >&-", 0),
+        ("compress - -o x.ckz <&-", 1),
+        ("compress -f model.safetensors <&- >&- 2>&-", 0),
+        ("verify none 2>&-", 1),
+    ],
+)
+def test_closed_streams(container: Path, run: Run, script: str, code: int) -> None:
+    done = subprocess.run(
+        f"exec {' '.join(COMMAND)} {script}", shell=True, capture_output=True, check=False
+    )
+    assert done.returncode == code
+    assert b"Traceback" not in done.stderr
+    assert done.stderr.count(b"\n") == (0 if "2>&-" in script else 1)
+    assert run("verify", "--data", container).code == 0
+    assert not leftovers()
+
+
 class Terminal(NamedTuple):
     code: int
     shown: str
@@ -511,6 +534,10 @@ def test_messages_cannot_drive_the_terminal(here: Path, run: Run) -> None:
         ["compress", "x", "-c", "--rm"],
         ["compress", "x", "-c", "--json"],
         ["compress", "-", "--rm", "-o", "y"],
+        ["compress", ""],
+        ["compress", "x", "-o", ""],
+        ["compress", ".", "--rm"],
+        ["compress", "a/..", "--rm"],
         ["compress", "-", "x"],
         ["compress", "x", "y", "-o", "z"],
         ["compress", "x", "x"],

@@ -78,15 +78,15 @@ def _lines(found: Inspection, *, everything: bool, totals: bool, verbose: int) -
         yield from (f"{label}: {text.printable(remark)}" for remark in remarks)
 
 
-def _kind(name: str) -> str:
-    return re.sub(r"\d+", "*", name)
+# Compiled once: there may be 100,000 names.
+_NUMBER = re.compile(r"\d+")
 
 
 def _grouped(rows: Sequence[Row]) -> list[list[Row]]:
     """Group tensors that differ in shape and in the numbers of their names only."""
     groups: dict[tuple[str, str, str], list[Row]] = {}
     for row in rows:
-        groups.setdefault((_kind(row.name), row.dtype, row.role), []).append(row)
+        groups.setdefault((_NUMBER.sub("*", row.name), row.dtype, row.role), []).append(row)
     return list(groups.values())
 
 
@@ -109,7 +109,7 @@ def _tensor_table(groups: Sequence[Sequence[Row]], *, width: int) -> list[str]:
 
 def _label(group: Sequence[Row], room: int | None) -> str:
     """Name a group; with little room the notes go first, then the middle of the name."""
-    name = text.printable(group[0].name if len(group) == 1 else _kind(group[0].name))
+    name = text.printable(group[0].name if len(group) == 1 else _NUMBER.sub("*", group[0].name))
     label = " ".join([name, *sorted({f"({note})" for row in group for note in row.notes})])
     if room is None or len(label) <= room:
         return label
