@@ -67,7 +67,7 @@ _AVERAGES = frozenset({
 _MODELS = frozenset({
     "model", "models", "module", "modules", "state_dict", "model_state_dict", "model_state",
     "model_weights", "net", "network", "params", "parameters", "generator", "discriminator",
-    "netg", "netd", "layers",
+    "netg", "netd", "layers", "pytorch_model",
 })
 _ROUTERS = frozenset({
     "gate", "wg", "router", "router_de", "shared_expert_gate", "tid2eid", "expert_bias",
@@ -81,6 +81,7 @@ _PARAMETERS = frozenset({
 _PARAMETER_ENDS = ("weight", "bias", "kernel", "embedding", "embeddings", "_proj", "_param")
 _FACTORED = ("_row", "_col", "row_var", "col_var")
 _MAX_WORK = 10**7
+_INDEX = re.compile(r"\.\d{1,9}(?![^.])")
 _OPTIMIZER = re.compile(r"(^|[._])(optim(izers?)?|opt)([._]|$)")
 
 
@@ -95,7 +96,14 @@ def assign_roles(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     -------
     The same tensors in the same order.
     """
-    roles = [_role(name, dtype, shape) for name, dtype, shape, *_ in tensors]
+    # Layers and experts differ in their numbers only, so what a kind of name says is worked out once.
+    kinds: dict[tuple[str, str, tuple[int, ...]], str] = {}
+    roles = []
+    for name, dtype, shape, *_ in tensors:
+        kind = _INDEX.sub(".0", name), dtype, shape
+        if kind not in kinds:
+            kinds[kind] = _role(*kind)
+        roles.append(kinds[kind])
     asked = [i for i, role in enumerate(roles) if role.startswith("?")]
     if asked:
         by_name = {tensor.name: tensor for tensor in tensors}
@@ -184,7 +192,10 @@ def _role_by_neighbours(
         sibling = by_name.get(name[: -len("scale")] + "weight")
         quantized = sibling is not None and ITEMSIZE[sibling.dtype] == 1
         return "other" if quantized else "weight"
-    if not training or not _MODELS.isdisjoint(_segments(name)[:2]):
+    # In a directory, the file's name and a colon may precede the tensor's.
+    if not training or not _MODELS.isdisjoint(
+        (*_segments(name)[:2], *_segments(name.rpartition(":")[2])[:2])
+    ):
         return "weight"
     return "other"
 

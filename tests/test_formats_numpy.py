@@ -190,7 +190,7 @@ def with_header(literal: str) -> bytes:
 
 @pytest.mark.parametrize("literal", LITERALS)
 def test_hostile_headers(literal: str) -> None:
-    with pytest.raises(CorruptError, match=r"^file (has|needs)"):
+    with pytest.raises(CorruptError, match=r"^file: (has|needs)"):
         read_bytes(reader.read, with_header(literal))
 
 

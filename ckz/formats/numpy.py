@@ -138,23 +138,23 @@ def _member_head(source: Source, member: Member, where: str) -> tuple[int, bytes
         rest = max(0, start - len(prefix))
         head = prefix + (inflater.decompress(inflater.unconsumed_tail, rest) if rest else b"")
     except zlib.error as err:
-        raise CorruptError(f"{where} is damaged: {err}") from err
+        raise CorruptError(f"{where}: is damaged: {err}") from err
     if len(head) < start:
-        raise CorruptError(f"{where} is cut short in its array header")
+        raise CorruptError(f"{where}: is cut short in its array header")
     return start, head
 
 
 def _header_size(where: str, prefix: bytes) -> int:
     """Give the length of everything before the values."""
     if len(prefix) < _PREFIX or not prefix.startswith(_MAGIC):
-        raise CorruptError(f"{where} has no numpy header; it is cut short or damaged")
+        raise CorruptError(f"{where}: has no numpy header; it is cut short or damaged")
     major = prefix[6]
     if major not in (1, 2, 3):
-        raise CorruptError(f"{where} has a numpy header of unknown version {major}")
+        raise CorruptError(f"{where}: has a numpy header of unknown version {major}")
     at = 10 if major == 1 else 12
     length = int.from_bytes(prefix[8:at], "little")
     if length > _MAX_HEADER:
-        raise CorruptError(f"{where} states a numpy header of {length} bytes, which is absurd")
+        raise CorruptError(f"{where}: states a numpy header of {length} bytes, which is absurd")
     return at + length
 
 
@@ -164,12 +164,12 @@ def _parse_header(where: str, head: bytes, size: int) -> _Header:
     try:
         header = _parse_literal(text, "utf-8" if head[6] == 3 else "latin-1")
     except (ValueError, TypeError, SyntaxError, KeyError, AttributeError) as err:
-        raise CorruptError(f"{where} has a numpy header that makes no sense") from err
+        raise CorruptError(f"{where}: has a numpy header that makes no sense") from err
     except (RecursionError, MemoryError, OverflowError) as err:
-        raise CorruptError(f"{where} has a numpy header that is nested too deeply") from err
+        raise CorruptError(f"{where}: has a numpy header that is nested too deeply") from err
     if len(head) + header.nbytes > size:
         raise CorruptError(
-            f"{where} needs {header.nbytes} bytes of values, "
+            f"{where}: needs {header.nbytes} bytes of values, "
             f"but there are only {size - len(head)}; it is truncated or damaged"
         )
     return header
