@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -13,14 +12,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from ckz.chain import open_snapshot
 from ckz.checkpoint import ITEMSIZE, Checkpoint, Tensor
-from ckz.container import Container
-from ckz.container_read import is_container, open_container
-from ckz.files import FileSet
-from ckz.formats import read_checkpoint
-from ckz.restore import read_span
-from ckz.streams import Extent
-from ckz.values import ReadSpan, tensor_values
+from ckz.values import tensor_values
 
 if TYPE_CHECKING:
     import torch
@@ -35,18 +29,12 @@ class Archive(Mapping[str, npt.NDArray[np.generic]]):
     bfloat16 and fp8 come as ``ml_dtypes``; packed 4-bit types and complex32 as their stored bits.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, base: Path | None = None) -> None:
         self._stack = ExitStack()
         try:
-            if is_container(path):
-                container = self._stack.enter_context(open_container(path))
-                self.checkpoint: Checkpoint = container.checkpoint
-                self._read: ReadSpan = partial(_read_container, container)
-            else:
-                self.checkpoint = read_checkpoint(path)
-                paths = [self.checkpoint.path_of(i) for i in range(len(self.checkpoint.files))]
-                files = self._stack.enter_context(FileSet(paths, os.O_RDONLY))
-                self._read = partial(_read_source, self.checkpoint, files)
+            snapshot = self._stack.enter_context(open_snapshot(path, base=base))
+            self.checkpoint: Checkpoint = snapshot.checkpoint
+            self._read = snapshot.read
             self._tensors = {tensor.name: tensor for tensor in self.checkpoint.tensors}
         except BaseException:
             self._stack.close()
@@ -88,24 +76,19 @@ class Archive(Mapping[str, npt.NDArray[np.generic]]):
         self.close()
 
 
-def _read_container(container: Container, span: int, at: int, out: Bytes) -> None:
-    read_span(container, span + len(container.files), at, out)
-
-
-def _read_source(checkpoint: Checkpoint, files: FileSet, span: int, at: int, out: Bytes) -> None:
-    place = checkpoint.spans[span]
-    files.read([Extent(place.file, place.offset + at, out.size)], out)
-
-
-def open(path: str | os.PathLike[str]) -> Archive:
+def open(path: str | os.PathLike[str], *, base: str | os.PathLike[str] | None = None) -> Archive:
     """Open a checkpoint (file or directory) or a .ckz for reading single tensors.
+
+    Parameters
+    ----------
+    base : of a .ckz that leans on one, if it does not lie beside it.
 
     Raises
     ------
     CkzError
-        If it is damaged or not supported.
+        If it is damaged or not supported, or its base is not there.
     """
-    return Archive(Path(path))
+    return Archive(Path(path), None if base is None else Path(base))
 
 
 def load_state_dict(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
 
-from ckz.checkpoint import ITEMSIZE, Checkpoint, Piece, Tensor, contiguous_strides
+from ckz.checkpoint import Checkpoint, Tensor
 from ckz.codecs.cast import round_to
 from ckz.container import Ref
 from ckz.files import FileSet
+from ckz.runs import Run, runs_of, whole_span
 from ckz.streams import SMALL, Extent
 
 _SAMPLES = 24
@@ -37,7 +37,7 @@ def find_casts(checkpoint: Checkpoint) -> dict[int, tuple[Ref, ...]]:
     """
     halves: dict[int, list[tuple[int, Tensor]]] = {}
     for tensor in checkpoint.tensors:
-        span = _whole_span(checkpoint, tensor)
+        span = whole_span(checkpoint, tensor)
         if tensor.dtype in _TARGETS and span is not None and tensor.nbytes >= SMALL:
             halves.setdefault(math.prod(tensor.shape), []).append((span, tensor))
     if not halves:
@@ -49,7 +49,7 @@ def find_casts(checkpoint: Checkpoint) -> dict[int, tuple[Ref, ...]]:
         for size, tensors in halves.items():
             for span, tensor in tensors:
                 where = _places(size)
-                values = _sample(checkpoint, files, list(_runs(checkpoint, tensor)), where, 2)
+                values = _sample(checkpoint, files, list(runs_of(checkpoint, tensor)), where, 2)
                 if source := known.get((size, tensor.dtype, values.tobytes())):
                     found[span] = source
     return found
@@ -65,7 +65,7 @@ def _fingerprints(
         size = math.prod(tensor.shape)
         if tensor.dtype != "float32" or size not in sizes:
             continue
-        runs = list(_runs(checkpoint, tensor))
+        runs = list(runs_of(checkpoint, tensor))
         if sum(nbytes for _, _, nbytes in runs) != 4 * size:
             continue
         bits = _sample(checkpoint, files, runs, _places(size), 4).view("<u4")
@@ -86,7 +86,7 @@ def _places(size: int) -> npt.NDArray[np.int64]:
 def _sample(
     checkpoint: Checkpoint,
     files: FileSet,
-    runs: list[tuple[int, int, int]],
+    runs: list[Run],
     where: npt.NDArray[np.int64],
     itemsize: int,
 ) -> Bytes:
@@ -102,56 +102,3 @@ def _sample(
                 break
             at -= nbytes
     return out
-
-
-def _whole_span(checkpoint: Checkpoint, tensor: Tensor) -> int | None:
-    """Give the span that a row-major tensor fills alone."""
-    if len(tensor.pieces) != 1 or tensor.transform:
-        return None
-    piece = tensor.pieces[0]
-    span = checkpoint.spans[piece.span]
-    fills = span.nbytes == tensor.nbytes and span.dtype == tensor.dtype
-    plain = span.byteorder == "<" and piece.strides == contiguous_strides(tensor.shape)
-    return piece.span if fills and plain else None
-
-
-def _runs(checkpoint: Checkpoint, tensor: Tensor) -> Iterator[tuple[int, int, int]]:
-    """Give a tensor in row-major order as (span, byte offset, bytes), if it lies in such runs.
-
-    A tensor that was cut anywhere in its flat order (ZeRO) lies in boxes that are runs; whatever
-    else there is gives fewer bytes than the tensor has, and nobody's cast.
-    """
-    itemsize = ITEMSIZE[tensor.dtype]
-    strides = contiguous_strides(tensor.shape)
-    expected = 0
-    pending: tuple[int, int, int] | None = None
-    for piece in sorted(tensor.pieces, key=lambda piece: piece.start):
-        span = checkpoint.spans[piece.span]
-        begin = sum(a * b for a, b in zip(piece.start, strides, strict=True))
-        size = math.prod(piece.shape)
-        if not _is_run(piece, tensor.shape) or begin != expected or span.dtype != tensor.dtype:
-            return
-        if span.byteorder != "<" or span.packed or tensor.transform:
-            return
-        run = piece.span, piece.offset, size * itemsize
-        if pending and pending[0] == run[0] and pending[1] + pending[2] == run[1]:
-            pending = pending[0], pending[1], pending[2] + run[2]
-        else:
-            if pending:
-                yield pending
-            pending = run
-        expected += size
-    if pending:
-        yield pending
-
-
-def _is_run(piece: Piece, shape: tuple[int, ...]) -> bool:
-    """Tell whether a box is contiguous both in its span and in the tensor's row-major order."""
-    if piece.strides != contiguous_strides(piece.shape):
-        return False
-    inner = True
-    for have, full in zip(reversed(piece.shape), reversed(shape), strict=True):
-        if not inner and have != 1:
-            return False
-        inner = inner and have == full
-    return True

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckz import codecs
-from ckz.checkpoint import ITEMSIZE
+from ckz.codecs.cast import Cast
 from ckz.codecs.rowcol import RowCol, Sums, make_model
 from ckz.container import MAX_REFS, Ref
 from ckz.plan import Candidate
@@ -56,7 +56,7 @@ def choose(
     ----------
     model_span : number that a model gets if the stream needs one.
     """
-    choices = [_prepare(stream, c, read, workers, model_span) for c in candidates]
+    choices = [prepare(stream, c, read, workers, model_span) for c in candidates]
     if len(choices) == 1:
         return choices
     costs = [_cost(stream, choice, read, read_ref) for choice in choices]
@@ -64,12 +64,14 @@ def choose(
     return [best, *(c for c in choices if c is not best and c.refs is _nothing)]
 
 
-def _prepare(
+def prepare(
     stream: Stream, candidate: Candidate, read: ReadStream, workers: Workers, model_span: int
 ) -> Choice:
+    """Make a candidate ready to code its stream: its model takes a pass over all of it."""
     codec = codecs.parse(candidate.codec)
     if candidate.source:
-        return Choice(candidate.codec, codec, partial(_source_refs, candidate.source, stream))
+        ratio = codec.ratio if isinstance(codec, Cast) else 1
+        return Choice(candidate.codec, codec, partial(_source_refs, candidate.source, ratio))
     if candidate.matrix and isinstance(codec, RowCol):
         rows, columns = candidate.matrix
         sums = in_order(
@@ -102,10 +104,9 @@ def _model_refs(span: int, rows: int, columns: int, start: int, stop: int) -> tu
 
 
 def _source_refs(
-    source: Sequence[Ref], stream: Stream, start: int, stop: int
+    source: Sequence[Ref], ratio: int, start: int, stop: int
 ) -> tuple[Ref, ...] | None:
-    """Give the parts of float32 ranges that these bytes of a narrower stream derive from."""
-    ratio = 4 // ITEMSIZE[stream.dtype]
+    """Give the parts of ranges, ``ratio`` times as long, that these bytes derive from."""
     found = []
     at = 0
     for ref in source:

@@ -25,7 +25,7 @@ offset  bytes  content
 - ``/meta``: JSON. ``ckz`` (version that wrote it), ``format`` (of the source), ``directory``
   (bool), ``codecs`` (list of codec texts), ``dtypes``, ``packed`` (lists of names that the
   tables count into), ``sha256`` (path -> hex, may be empty), ``warnings``, ``level``, ``chunk``
-  (its bytes).
+  (its bytes), ``base`` (null, or ``name`` and ``depth``: how many bases stand behind this file).
 - ``/files /spans /streams /chunks /refs /tensors /pieces /base_spans``: tables, see the dtypes in
   this module.
   A table is one zstd frame of its rows, transposed: the first byte of every row, the second...
@@ -145,7 +145,7 @@ class Container:
     path : where it lies.
     fd : open for reading; closed by whoever opened the container.
     meta : the JSON document.
-    files, spans, streams, chunks, refs : the tables.
+    files, spans, streams, chunks, refs, base_spans : the tables.
     places : file offset of each chunk's stored bytes.
     """
 
@@ -158,6 +158,7 @@ class Container:
     streams: Rows
     chunks: Rows
     refs: Rows
+    base_spans: Rows
     places: npt.NDArray[np.int64]
     names: tuple[str, ...]
     tensor_rows: Rows
@@ -188,6 +189,11 @@ class Container:
     def checkpoint(self) -> Checkpoint:
         """The checkpoint as its reader saw it; ``root`` is the container."""
         return _unpack_checkpoint(self)
+
+    @property
+    def base_names(self) -> tuple[str, ...]:
+        """The tensors that the base spans hold."""
+        return self.names[len(self.names) - len(self.base_spans) :]
 
     def refs_of(self, chunk: int) -> list[Ref]:
         """Give the references of a chunk."""

@@ -82,7 +82,9 @@ def _read(path: Path, fd: int) -> Container:
         places = _check_chunks(path, meta, tables, extents)
         _check_spans(path, meta, tables)
         _check_refs(path, tables)
-    except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as err:
+        if len(tables["base_spans"]) and meta["base"] is None:
+            raise CorruptError(f"{path}: leans on a base that is not described")
+    except (LookupError, TypeError, ValueError, OverflowError, RecursionError) as err:
         raise CorruptError(f"{path}: the index does not make sense ({err})") from err
     container = Container(
         path=path,
@@ -94,6 +96,7 @@ def _read(path: Path, fd: int) -> Container:
         streams=tables["streams"],
         chunks=tables["chunks"],
         refs=tables["refs"],
+        base_spans=tables["base_spans"],
         places=places,
         names=names,
         tensor_rows=tables["tensors"],
@@ -220,6 +223,9 @@ def _check_meta(path: Path, meta: Any) -> dict[str, Any]:
             codecs.parse(text)
         except UnsupportedError as err:
             raise UnsupportedError(f"{path}: {err}") from err
+    base = meta["base"]
+    if base is not None and (type(base["name"]) is not str or type(base["depth"]) is not int):
+        raise CorruptError(f"{path}: the description of the base makes no sense")
     for dtype in meta["dtypes"]:
         if dtype not in ITEMSIZE:
             raise UnsupportedError(f"{path}: dtype {dtype!r} is not known to this ckz")
@@ -323,20 +329,24 @@ def _check_refs(path: Path, tables: dict[str, Rows]) -> None:
         raise CorruptError(f"{path}: the reference table does not fit the chunks")
     if not len(refs):
         return
-    if np.any(refs["where"] == 1):
-        raise UnsupportedError(f"{path}: leans on a base, which this ckz cannot follow")
-    if np.any(refs["span"] >= len(spans)):
-        raise CorruptError(f"{path}: a reference names a span that is not there")
-    target = spans[refs["span"]]
-    start, nbytes = refs["start"].astype(object), refs["nbytes"].astype(np.int64)
-    if np.any(start + nbytes > target["nbytes"].astype(object)) or np.any(nbytes > MAX_REF):
-        raise CorruptError(f"{path}: a reference leaves its span")
+    owner = np.repeat(np.arange(len(chunks)), counts)
+    outside = refs["where"] == 1
+    for rows, there in ((refs[~outside], spans), (refs[outside], tables["base_spans"])):
+        if np.any(rows["span"] >= len(there)):
+            raise CorruptError(f"{path}: a reference names a span that is not there")
+        # As Python integers: hostile ones wrap.
+        ends = rows["start"].astype(object) + rows["nbytes"].astype(object)
+        limits = there["nbytes"][rows["span"]].astype(object)
+        if np.any(ends > limits) or np.any(rows["nbytes"] > MAX_REF):
+            raise CorruptError(f"{path}: a reference leaves its span")
+    refs, owner = refs[~outside], owner[~outside]
+    target, nbytes = spans[refs["span"]], refs["nbytes"].astype(np.int64)
     first_chunk = np.concatenate([[0], np.cumsum(tables["streams"]["chunks"], dtype=np.int64)])
     begin = target["at"].astype(np.int64) + refs["start"].astype(np.int64)
     low = first_chunk[target["stream"]] + begin // CHUNK
     high = first_chunk[target["stream"]] + (begin + np.maximum(nbytes, 1) - 1) // CHUNK
-    owner = np.repeat(np.arange(len(chunks)), counts)
-    depth = np.where(counts > 0, 3, 0)
+    depth = np.zeros(len(chunks), np.int64)
+    depth[owner] = 3
     for level in (1, 2):
         # A range of at most MAX_REF bytes covers few chunks.
         reached = np.all([depth[np.minimum(low + k, high)] < level for k in range(6)], axis=0)

@@ -8,6 +8,7 @@ import os
 import struct
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -113,6 +114,8 @@ class Writer:
         *,
         level: str,
         sha256: dict[str, str],
+        base: dict[str, Any] | None = None,
+        base_spans: Sequence[tuple[int, bytes, str]] = (),
     ) -> int:
         """Write the tables and the user block, and sync; return the file's length.
 
@@ -123,6 +126,8 @@ class Writer:
         digests : xxh3-128 of each file's skeleton, then of each span, then of each model.
         level : what the chunks were coded with.
         sha256 : path -> hex digest, for the files whose sha256 was asked for.
+        base : name and depth of the base, if there is one.
+        base_spans : length, digest and tensor of each base span that chunks lean on.
         """
         self._flush()
         packed = sorted({"", *(span.packed for span in checkpoint.spans)})
@@ -138,6 +143,7 @@ class Writer:
         names = [os.fsencode(file.path) for file in checkpoint.files]
         names += [os.fsencode(file.target) for file in checkpoint.files]
         names += [t.name.encode("utf-8", "surrogatepass") for t in checkpoint.tensors]
+        names += [name.encode("utf-8", "surrogatepass") for _, _, name in base_spans]
         tables = {
             "files": files,
             "spans": spans,
@@ -146,7 +152,7 @@ class Writer:
             "refs": np.array(self._refs, REFS),
             "tensors": tensors,
             "pieces": pieces,
-            "base_spans": np.array([], BASE_SPANS),
+            "base_spans": np.array([(n, digest) for n, digest, _ in base_spans], BASE_SPANS),
             "dims": dims,
             "name_lengths": np.array([len(name) for name in names], "<u4"),
         }
@@ -161,6 +167,7 @@ class Writer:
             "warnings": checkpoint.warnings,
             "level": level,
             "chunk": CHUNK,
+            "base": base,
         }
         self._dataset("meta", [json.dumps(meta, sort_keys=True).encode()])
         for table in TABLES:

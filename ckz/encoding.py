@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from queue import SimpleQueue
 from typing import NamedTuple
@@ -13,6 +14,7 @@ import numpy.typing as npt
 import xxhash
 
 from ckz import codecs
+from ckz.chain import Snapshot
 from ckz.checking import bad_crc, stated_crc32
 from ckz.checkpoint import Checkpoint
 from ckz.choosing import Choice, choose
@@ -69,15 +71,25 @@ class Encoder:
     ----------
     digests : xxh3-128 of each file's skeleton, then of each span, then of each model.
     streams : as coded: those of the plan, a model's before the one that needs it.
+    base_spans : span of the base -> row, for those that chunks lean on.
     """
 
-    def __init__(self, checkpoint: Checkpoint, plan: Plan, *, accept_bad_crc: bool = False) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        plan: Plan,
+        base: Snapshot | None = None,
+        *,
+        accept_bad_crc: bool = False,
+    ) -> None:
         self._checkpoint = checkpoint
         self._plan = plan
+        self._base = base
         self._accept_bad_crc = accept_bad_crc
         self._parts = parts_of(checkpoint)
         self.digests = [xxhash.xxh3_128_digest(b"")] * len(self._parts)
         self.streams: list[Stream] = []
+        self.base_spans: dict[int, int] = {}
 
     def run(self, workers: Workers) -> Iterator[Coded]:
         """Read, hash and code everything; chunks come in order.
@@ -91,7 +103,14 @@ class Encoder:
         """
         paths = [self._checkpoint.path_of(i) for i in range(len(self._checkpoint.files))]
         with FileSet(paths, os.O_RDONLY) as files:
-            yield from in_order(workers, self._jobs(files, workers))
+            for coded in in_order(workers, self._jobs(files, workers)):
+                yield coded._replace(refs=tuple(self._as_stored(ref) for ref in coded.refs))
+
+    def _as_stored(self, ref: Ref) -> Ref:
+        """Number the spans of the base that are used, in the order in which they are."""
+        if ref.where == 0:
+            return ref
+        return replace(ref, span=self.base_spans.setdefault(ref.span, len(self.base_spans)))
 
     def _jobs(self, files: FileSet, workers: Workers) -> Iterator[Callable[[], Coded]]:
         """Read chunk after chunk, hash it, and give the job that codes it."""
@@ -161,6 +180,9 @@ class Encoder:
 
     def _read_ref(self, files: FileSet, ref: Ref) -> Bytes:
         out = np.empty(ref.nbytes, np.uint8)
+        if ref.where and self._base is not None:
+            self._base.read(ref.span, ref.start, out)
+            return out
         slicer = Slicer([self._parts[ref.span]])
         files.read(slicer.extents_in(ref.start, ref.start + ref.nbytes), out)
         return out
@@ -185,6 +207,9 @@ def _encode_chunk(
     """Code one chunk by the first codec that pays, or keep it raw, and give its buffer back."""
     coded = Coded(Raw.name, b"", chunk.size, 0, (), role, buffer is not chunk)
     for attempt in tries:
+        if len(attempt.data) == 1 and np.array_equal(attempt.data[0], chunk):
+            coded = coded._replace(codec=Same.name, refs=attempt.refs)
+            break
         payload = attempt.codec.encode(chunk, attempt.data, start)
         if payload is not None and len(payload) < chunk.size:
             coded = coded._replace(codec=attempt.text, payload=payload, refs=attempt.refs)

@@ -75,7 +75,7 @@ def extract(
         ]
         if not chosen:
             raise CkzError(f"{source}: no tensor matches {', '.join(map(repr, only))}")
-        head = _header(chosen)
+        head = header(chosen)
         total = sum(tensor.nbytes for tensor in chosen)
         if not dry_run:
             needed = f"{len(head) + total} bytes needed"
@@ -103,7 +103,14 @@ def extract(
         )
 
 
-def _header(tensors: Sequence[Tensor]) -> bytes:
+def header(tensors: Sequence[Tensor]) -> bytes:
+    """Give the head of a safetensors file whose tensors lie one behind the other.
+
+    Raises
+    ------
+    UnsupportedError
+        If a tensor cannot be held by safetensors.
+    """
     entries = {}
     at = 0
     for tensor in tensors:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
 
@@ -18,24 +19,37 @@ _OPEN_AT_ONCE = 64
 
 
 class FileSet:
-    """The files of a checkpoint, opened when needed and closed when many are."""
+    """The files of a checkpoint, opened when needed and closed when many are; for any thread."""
 
     def __init__(self, paths: Sequence[Path], flags: int) -> None:
         self._paths = paths
         self._flags = flags | os.O_CLOEXEC
         self._open: OrderedDict[int, int] = OrderedDict()
+        self._used: Counter[int] = Counter()
         self._lock = Lock()
 
-    def _fd(self, file: int) -> int:
-        # Threads may share a set as long as they work on one file at a time.
+    @contextmanager
+    def _opened(self, file: int) -> Iterator[int]:
+        """Give a file's descriptor; it stays open while somebody uses it."""
         with self._lock:
-            if file in self._open:
-                self._open.move_to_end(file)
-                return self._open[file]
-            if len(self._open) >= _OPEN_AT_ONCE:
-                os.close(self._open.popitem(last=False)[1])
-            self._open[file] = os.open(self._paths[file], self._flags)
-            return self._open[file]
+            if file not in self._open:
+                self._close_unused()
+                self._open[file] = os.open(self._paths[file], self._flags)
+            self._open.move_to_end(file)
+            self._used[file] += 1
+            fd = self._open[file]
+        try:
+            yield fd
+        finally:
+            with self._lock:
+                self._used[file] -= 1
+
+    def _close_unused(self) -> None:
+        """Make room for one more, by closing the one whose last use began first."""
+        if len(self._open) >= _OPEN_AT_ONCE:
+            unused = next((file for file in self._open if not self._used[file]), None)
+            if unused is not None:
+                os.close(self._open.pop(unused))
 
     def read(self, extents: Sequence[Extent], out: npt.NDArray[np.uint8]) -> None:
         """Fill ``out`` from extents laid end to end.
@@ -49,12 +63,13 @@ class FileSet:
         at = 0
         for file, offset, nbytes in extents:
             stop = at + nbytes
-            while at < stop:
-                got = os.preadv(self._fd(file), [view[at:stop]], offset)
-                if got == 0:
-                    raise ChangedError(f"{self._paths[file]}: became shorter while it was read")
-                at += got
-                offset += got
+            with self._opened(file) as fd:
+                while at < stop:
+                    got = os.preadv(fd, [view[at:stop]], offset)
+                    if got == 0:
+                        raise ChangedError(f"{self._paths[file]}: became shorter while it was read")
+                    at += got
+                    offset += got
 
     def write(self, extents: Sequence[Extent], data: npt.NDArray[np.uint8]) -> None:
         """Write ``data`` to extents laid end to end."""
@@ -62,10 +77,11 @@ class FileSet:
         at = 0
         for file, offset, nbytes in extents:
             stop = at + nbytes
-            while at < stop:
-                done = os.pwrite(self._fd(file), view[at:stop], offset)
-                at += done
-                offset += done
+            with self._opened(file) as fd:
+                while at < stop:
+                    done = os.pwrite(fd, view[at:stop], offset)
+                    at += done
+                    offset += done
 
     def close(self) -> None:
         """Close what is open."""

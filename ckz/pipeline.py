@@ -11,7 +11,7 @@ import hashlib
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,6 +21,7 @@ import numpy as np
 
 from ckz import atomic, kernels
 from ckz.casts import find_casts
+from ckz.chain import Snapshot, base_rows, open_decoder, open_snapshot
 from ckz.checking import check_crcs
 from ckz.checkpoint import Checkpoint
 from ckz.container import Container
@@ -30,8 +31,9 @@ from ckz.encoding import Encoder
 from ckz.errors import ChangedError, CkzError, CorruptError, IncompleteError, UnsupportedError
 from ckz.files import FileSet
 from ckz.formats import read_checkpoint
+from ckz.matching import match_base
 from ckz.plan import make_plan
-from ckz.restore import decode_all
+from ckz.restore import Decoder, decode_all
 from ckz.workers import DEFAULT_MEMORY, in_order, start_workers
 
 OnProgress = Callable[[int, int, int], None]
@@ -68,6 +70,8 @@ def compress(
     source: AnyPath,
     output: AnyPath,
     *,
+    base: AnyPath | None = None,
+    codecs: Mapping[str, str] | None = None,
     level: str = "default",
     threads: int = 0,
     memory: int = DEFAULT_MEMORY,
@@ -84,6 +88,8 @@ def compress(
 
     Parameters
     ----------
+    base : an earlier checkpoint, compressed or not, that the result leans on.
+    codecs : role -> name of the codec to prefer for it.
     level : ``fast``, ``default`` or ``max``.
     threads : 0 takes every core; the output does not depend on it.
     memory : bytes that all buffers together may take.
@@ -105,17 +111,19 @@ def compress(
     source = Path(source)
     target = atomic.check_target(Path(output), force)
     checkpoint = _read_complete(source, opaque=opaque, allow_incomplete=allow_incomplete)
-    plan = make_plan(checkpoint, level, find_casts(checkpoint))
     state = _Progress(checkpoint.nbytes, progress)
-    if dry_run:
-        return _report(source, output, checkpoint, 0, began)
-    kernels.enable(checkpoint.nbytes)
-    encoder = Encoder(checkpoint, plan, accept_bad_crc=accept_bad_crc)
-    with (
-        atomic.explain_full_disk(target, state),
-        atomic.new_file(target, force=force, mode=_mode(source, target)) as temporary,
-        start_workers(threads, memory) as workers,
-    ):
+    with ExitStack() as stack:
+        snapshot = stack.enter_context(open_snapshot(Path(base))) if base else None
+        leans = match_base(checkpoint, snapshot.checkpoint) if snapshot else {}
+        plan = make_plan(checkpoint, level, find_casts(checkpoint), leans, codecs)
+        if dry_run:
+            return _report(source, output, checkpoint, 0, began)
+        kernels.enable(checkpoint.nbytes)
+        encoder = Encoder(checkpoint, plan, snapshot, accept_bad_crc=accept_bad_crc)
+        stack.enter_context(atomic.explain_full_disk(target, state))
+        mode = _mode(source, target)
+        temporary = stack.enter_context(atomic.new_file(target, force=force, mode=mode))
+        workers = stack.enter_context(start_workers(threads, memory))
         hashes = workers.pool.submit(_sha256_of, checkpoint) if sha256 else None
         writer = Writer(temporary)
         try:
@@ -125,22 +133,39 @@ def compress(
             sums = hashes.result() if hashes else {}
             _check_unchanged(checkpoint)
             stored = writer.finish(
-                checkpoint, encoder.streams, encoder.digests, level=level, sha256=sums
+                checkpoint,
+                encoder.streams,
+                encoder.digests,
+                level=level,
+                sha256=sums,
+                base=_base_meta(snapshot, encoder.base_spans),
+                base_spans=base_rows(snapshot, encoder.base_spans) if snapshot else (),
             )
         finally:
             writer.close()
         if verify:
-            with open_container(temporary) as container:
-                for _ in decode_all(container, workers):
+            with (
+                open_container(temporary) as container,
+                open_decoder(container, base=Path(base) if base else None) as decoder,
+            ):
+                for _ in decode_all(decoder, workers):
                     pass
             _check_unchanged(checkpoint)
     return _report(source, output, checkpoint, stored, began, sums, state.roles)
+
+
+def _base_meta(snapshot: Snapshot | None, used: dict[int, int]) -> dict[str, object] | None:
+    if snapshot is None or not used:
+        return None
+    return {"name": snapshot.path.name, "depth": snapshot.depth + 1}
 
 
 def decompress(
     source: AnyPath,
     output: AnyPath | None = None,
     *,
+    base: AnyPath | None = None,
+    base_dir: AnyPath | None = None,
     threads: int = 0,
     memory: int = DEFAULT_MEMORY,
     force: bool = False,
@@ -152,17 +177,21 @@ def decompress(
     Parameters
     ----------
     output : None takes the recorded name, beside the container.
+    base : what the container leans on; else it is looked for in ``base_dir`` and beside it.
 
     Raises
     ------
     CorruptError
         If anything does not have its recorded checksum; no output is left then.
+    BaseError
+        If the base is not there, or is not the one recorded.
     """
     began = time.perf_counter()
     source = Path(source)
     with ExitStack() as stack:
         container = stack.enter_context(open_container(source))
         checkpoint = container.checkpoint
+        decoder = stack.enter_context(_decoder(container, base, base_dir))
         output = Path(output) if output else source.with_name(recorded_name(container))
         target = atomic.check_target(output, force)
         if not dry_run:
@@ -176,7 +205,7 @@ def decompress(
             paths = _create(checkpoint, temporary)
             state = _Progress(checkpoint.nbytes, progress)
             with FileSet(paths, os.O_WRONLY) as files:
-                for raw, stored in decode_all(container, workers, files):
+                for raw, stored in decode_all(decoder, workers, files):
                     state.add("", raw, stored)
             _check_sha256(container, paths)
             _set_attributes(checkpoint, paths)
@@ -188,6 +217,8 @@ def verify(
     path: AnyPath,
     *,
     data: bool = False,
+    base: AnyPath | None = None,
+    base_dir: AnyPath | None = None,
     threads: int = 0,
     memory: int = DEFAULT_MEMORY,
     progress: OnProgress | None = None,
@@ -196,8 +227,8 @@ def verify(
 
     Parameters
     ----------
-    data : decode everything in a .ckz. Of a source the structure, its completeness, and the
-        checksums that its format has are checked, with or without.
+    data : decode everything in a .ckz, which needs its base. Of a source the structure, its
+        completeness, and the checksums that its format has are checked, with or without.
 
     Raises
     ------
@@ -214,14 +245,25 @@ def verify(
         if data:
             kernels.enable(container.checkpoint.nbytes)
             state = _Progress(container.checkpoint.nbytes, progress)
-            for raw, stored in decode_all(container, workers):
-                state.add("", raw, stored)
+            with _decoder(container, base, base_dir) as decoder:
+                for raw, stored in decode_all(decoder, workers):
+                    state.add("", raw, stored)
         else:
             state = _Progress(int(container.chunks["stored"].sum(dtype=np.int64)), progress)
             jobs = (partial(container.payload, chunk) for chunk in range(len(container.chunks)))
             for payload in in_order(workers, jobs):
                 state.add("", len(payload), len(payload))
         return _report(path, "", container.checkpoint, container.nbytes, began)
+
+
+def _decoder(
+    container: Container, base: AnyPath | None, base_dir: AnyPath | None
+) -> AbstractContextManager[Decoder]:
+    return open_decoder(
+        container,
+        base=Path(base) if base else None,
+        base_dir=Path(base_dir) if base_dir else None,
+    )
 
 
 def _verify_source(

@@ -8,17 +8,21 @@ looks at a plan.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from ckz import codecs
 from ckz.checkpoint import Checkpoint, contiguous_strides
+from ckz.codecs.bitmask import Bitmask
 from ckz.codecs.cast import Cast
 from ckz.codecs.planes import Planes
 from ckz.codecs.rowcol import RowCol
+from ckz.codecs.ulp import Ulp
+from ckz.codecs.xor import Xor
 from ckz.codecs.zstd import Zstd
 from ckz.container import Ref
 from ckz.errors import UsageError
+from ckz.matching import Lean
 from ckz.streams import Stream, build_streams
 
 LEVELS = ("fast", "default", "max")
@@ -39,6 +43,15 @@ _PLANES = {
     "float8_e5m2fnuz": "fp8",
     "float8_e8m0fnu": "fp8",
 }
+
+_ULP = {
+    **_PLANES,
+    **{f"{sign}int{bits}": f"int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)},
+    "bool": "int8",
+}
+
+# Published delta codecs, kept for comparison: they are taken when asked for.
+_REFERENCES: dict[str, Callable[[str], codecs.Codec]] = {"bitmask": Bitmask, "xor": Xor}
 
 # Means of fewer rows or columns say nothing.
 _MIN_SIDE = 8
@@ -79,17 +92,21 @@ def make_plan(
     checkpoint: Checkpoint,
     level: str = "default",
     casts: Mapping[int, tuple[Ref, ...]] | None = None,
+    leans: Mapping[int, Lean] | None = None,
+    choices: Mapping[str, str] | None = None,
 ) -> Plan:
     """Choose the codecs for everything in a checkpoint.
 
     Parameters
     ----------
     casts : span -> the float32 ranges that it is the 16-bit cast of.
+    leans : span -> what it continues in the base.
+    choices : role -> the codec to take for it where it applies, by name.
 
     Raises
     ------
     UsageError
-        If the level does not exist.
+        If the level or a chosen codec does not exist.
     """
     if level not in LEVELS:
         raise UsageError(f"level {level!r} does not exist; there are {', '.join(LEVELS)}")
@@ -99,17 +116,44 @@ def make_plan(
     candidates = []
     for stream in streams:
         span = stream.parts[0].span - nfiles if len(stream.parts) == 1 else -1
-        source = (casts or {}).get(span, ())
-        candidates.append(tuple(_candidates(stream, level, matrices.get(span), source)))
+        found = _candidates(
+            stream,
+            level,
+            matrices.get(span),
+            (casts or {}).get(span, ()),
+            (leans or {}).get(span),
+        )
+        candidates.append(_chosen(found, stream, (choices or {}).get(stream.role)))
     return Plan(tuple(streams), tuple(candidates))
 
 
+def _chosen(found: list[Candidate], stream: Stream, choice: str | None) -> tuple[Candidate, ...]:
+    """Keep what was chosen, if it applies, and what codes the rest."""
+    if choice is None:
+        return tuple(found)
+    if choice not in codecs.CODECS:
+        raise UsageError(f"codec {choice!r} does not exist; there are {', '.join(codecs.CODECS)}")
+    kept = [c for c in found if c.codec.partition(":")[0] == choice]
+    base = next((c.source for c in found if c.source and c.source[0].where), ())
+    if choice in _REFERENCES and base and stream.dtype in _ULP:
+        kept.append(Candidate(codecs.spec(_REFERENCES[choice](_ULP[stream.dtype])), source=base))
+    return (*kept, found[-1])
+
+
 def _candidates(
-    stream: Stream, level: str, matrix: tuple[int, int] | None, source: tuple[Ref, ...]
+    stream: Stream,
+    level: str,
+    matrix: tuple[int, int] | None,
+    source: tuple[Ref, ...],
+    lean: Lean | None,
 ) -> list[Candidate]:
     found = []
     if source:
         found.append(Candidate(codecs.spec(Cast(stream.dtype)), source=source))
+    elif lean and lean.dtype == "float32" and stream.dtype in ("bfloat16", "float16"):
+        found.append(Candidate(codecs.spec(Cast(stream.dtype)), source=lean.refs))
+    if lean and lean.dtype == stream.dtype and stream.dtype in _ULP:
+        found.append(Candidate(codecs.spec(Ulp(_ULP[stream.dtype])), source=lean.refs))
     moments = {"momentum": 1, "variance": 0}
     if matrix and stream.role in moments and (stream.dtype, stream.byteorder) == ("float32", "<"):
         found.append(Candidate(codecs.spec(RowCol(moments[stream.role])), matrix=matrix))

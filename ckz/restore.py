@@ -1,16 +1,18 @@
-"""Decoding chunks of a container, with whatever they lean on."""
+"""Decoding: single chunks and spans, and everything at once."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from functools import partial
+from threading import Lock
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
 from ckz.container import Container, file_digest, streams_of
-from ckz.errors import CorruptError
+from ckz.errors import BaseError, CorruptError
 from ckz.files import FileSet
 from ckz.hashing import SpanHasher
 from ckz.streams import CHUNK, Slicer
@@ -19,50 +21,85 @@ from ckz.workers import Workers, chunk_buffers, in_order
 Bytes = npt.NDArray[np.uint8]
 
 
-def decode_chunk(container: Container, chunk: int, out: Bytes) -> None:
-    """Decode one chunk into ``out``, which has its raw size.
+# Fills an array with bytes of a base span, by its row in the container's table, from an offset.
+ReadBase = Callable[[int, int, Bytes], None]
 
-    Raises
-    ------
-    CorruptError
-        Naming the file, tensor and chunk.
+# Decoded chunks that are kept: what the chunks in flight lean on, and their neighbours.
+_KEPT = 6
+
+
+class Decoder:
+    """Decodes chunks of one container, with whatever they lean on.
+
+    Parameters
+    ----------
+    read_base : reads what the container's base holds; None where it has none.
     """
-    payload = container.payload(chunk)
-    refs = []
-    for ref in container.refs_of(chunk):
-        data = np.empty(ref.nbytes, np.uint8)
-        read_span(container, ref.span, ref.start, data)
-        refs.append(data)
-    codec = container.codecs[int(container.chunks["codec"][chunk])]
-    try:
-        codec.decode(payload, refs, out)
-    except CorruptError as err:
-        raise CorruptError(f"{container.path}: {container.describe(chunk)}: {err}") from err
 
+    def __init__(self, container: Container, read_base: ReadBase | None = None) -> None:
+        self.container = container
+        self._read_base = read_base
+        self._kept: OrderedDict[int, Bytes] = OrderedDict()
+        self._lock = Lock()
 
-def read_span(container: Container, span: int, start: int, out: Bytes) -> None:
-    """Read ``out.size`` original bytes of a span from byte ``start``."""
-    row = container.spans[span]
-    first = int(container.first_chunks[int(row["stream"])]) if out.size else 0
-    at, end = int(row["at"]) + start, int(row["at"]) + start + out.size
-    done = 0
-    while at < end:
-        chunk = first + at // CHUNK
-        begin = at % CHUNK
-        size = int(container.chunks["raw"][chunk])
-        take = min(size - begin, end - at)
-        if take == size:
-            decode_chunk(container, chunk, out[done : done + take])
-        else:
-            whole = np.empty(size, np.uint8)
-            decode_chunk(container, chunk, whole)
-            out[done : done + take] = whole[begin : begin + take]
-        done += take
-        at += take
+    def decode(self, chunk: int, out: Bytes) -> None:
+        """Decode one chunk into ``out``, which has its raw size.
+
+        Raises
+        ------
+        CorruptError
+            Naming the file, tensor and chunk.
+        BaseError
+            If the base does not hold what the chunk leans on.
+        """
+        container = self.container
+        payload = container.payload(chunk)
+        refs = []
+        for ref in container.refs_of(chunk):
+            data = np.empty(ref.nbytes, np.uint8)
+            if ref.where == 0:
+                self.read_span(ref.span, ref.start, data)
+            elif self._read_base is None:
+                raise BaseError(f"{container.path}: its base is not open")
+            else:
+                self._read_base(ref.span, ref.start, data)
+            refs.append(data)
+        codec = container.codecs[int(container.chunks["codec"][chunk])]
+        try:
+            codec.decode(payload, refs, out)
+        except CorruptError as err:
+            raise CorruptError(f"{container.path}: {container.describe(chunk)}: {err}") from err
+
+    def read_span(self, span: int, start: int, out: Bytes) -> None:
+        """Read ``out.size`` original bytes of a span from byte ``start``."""
+        row = self.container.spans[span]
+        first = int(self.container.first_chunks[int(row["stream"])]) if out.size else 0
+        at, end = int(row["at"]) + start, int(row["at"]) + start + out.size
+        done = 0
+        while at < end:
+            chunk = self._kept_chunk(first + at // CHUNK)
+            begin = at % CHUNK
+            take = min(chunk.size - begin, end - at)
+            out[done : done + take] = chunk[begin : begin + take]
+            done += take
+            at += take
+
+    def _kept_chunk(self, chunk: int) -> Bytes:
+        with self._lock:
+            if chunk in self._kept:
+                self._kept.move_to_end(chunk)
+                return self._kept[chunk]
+        data = np.empty(int(self.container.chunks["raw"][chunk]), np.uint8)
+        self.decode(chunk, data)
+        with self._lock:
+            self._kept[chunk] = data
+            if len(self._kept) > _KEPT:
+                self._kept.popitem(last=False)
+        return data
 
 
 def decode_all(
-    container: Container, workers: Workers, files: FileSet | None = None
+    decoder: Decoder, workers: Workers, files: FileSet | None = None
 ) -> Iterator[tuple[int, int]]:
     """Decode everything, check every digest, and write it where ``files`` are given.
 
@@ -75,13 +112,13 @@ def decode_all(
     CorruptError
         Naming the first chunk, tensor or file that does not hold.
     """
+    container = decoder.container
     buffers = chunk_buffers(workers)
     digests = [xxhash.xxh3_128_digest(b"")] * len(container.spans)
     hasher = SpanHasher(digests)
     raws = container.chunks["raw"].tolist()
     jobs = (
-        partial(_decode_into, container, chunk, buffers.get(), raw)
-        for chunk, raw in enumerate(raws)
+        partial(_decode_into, decoder, chunk, buffers.get(), raw) for chunk, raw in enumerate(raws)
     )
     results = enumerate(in_order(workers, jobs))
     for parts in streams_of(container):
@@ -102,8 +139,8 @@ def decode_all(
     _check_files(container, digests)
 
 
-def _decode_into(container: Container, chunk: int, buffer: Bytes, raw: int) -> Bytes:
-    decode_chunk(container, chunk, buffer[:raw])
+def _decode_into(decoder: Decoder, chunk: int, buffer: Bytes, raw: int) -> Bytes:
+    decoder.decode(chunk, buffer[:raw])
     return buffer
 
 

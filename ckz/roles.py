@@ -96,7 +96,7 @@ def assign_roles(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     -------
     The same tensors in the same order.
     """
-    # Layers and experts differ in their numbers only, so what a kind of name says is worked out once.
+    # Layers and experts differ in their numbers only: what a kind of name says is worked out once.
     kinds: dict[tuple[str, str, tuple[int, ...]], str] = {}
     roles = []
     for name, dtype, shape, *_ in tensors:

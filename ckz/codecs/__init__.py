@@ -19,11 +19,14 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from ckz.codecs.bitmask import Bitmask
 from ckz.codecs.cast import Cast
 from ckz.codecs.planes import Planes
 from ckz.codecs.raw import Raw
 from ckz.codecs.rowcol import RowCol
 from ckz.codecs.same import Same
+from ckz.codecs.ulp import Ulp
+from ckz.codecs.xor import Xor
 from ckz.codecs.zstd import Zstd
 from ckz.errors import UnsupportedError
 
@@ -36,7 +39,10 @@ class Codec(Protocol):
     name: ClassVar[str]
 
     def encode(self, chunk: Bytes, refs: Sequence[Bytes] = (), at: int = 0) -> bytes | None:
-        """Code one chunk that lies ``at`` bytes into its stream; None when that does not pay."""
+        """Code one chunk that lies ``at`` bytes into its stream.
+
+        None when that does not pay, or when the codec needs references and these are not they.
+        """
         ...
 
     def decode(self, payload: memoryview, refs: Sequence[Bytes], out: Bytes) -> None:
@@ -51,6 +57,9 @@ CODECS: dict[str, Any] = {
     "same": Same,
     "rowcol": RowCol,
     "cast": Cast,
+    "ulp": Ulp,
+    "bitmask": Bitmask,
+    "xor": Xor,
 }
 
 

@@ -33,6 +33,7 @@ class Cast:
     """
 
     name: ClassVar[str] = "cast"
+    ratio: ClassVar[int] = 2
     dtype: str = ""
 
     def __post_init__(self) -> None:

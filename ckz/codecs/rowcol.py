@@ -108,7 +108,7 @@ class RowCol:
 
     def encode(self, chunk: Bytes, refs: Sequence[Bytes] = (), at: int = 0) -> bytes | None:
         """Code one chunk; ``at`` is its place in the tensor, in bytes."""
-        if chunk.size % 4 or not chunk.size:
+        if chunk.size % 4 or not chunk.size or len(refs) != 2:
             return None
         x = chunk.view("<u4")
         columns = refs[1].size // 2

@@ -20,9 +20,9 @@ class Same:
 
     name: ClassVar[str] = "same"
 
-    def encode(self, chunk: Bytes, refs: Sequence[Bytes] = (), at: int = 0) -> bytes:
+    def encode(self, chunk: Bytes, refs: Sequence[Bytes] = (), at: int = 0) -> bytes | None:
         """Store nothing; the pipeline has compared the chunk with its reference."""
-        return b""
+        return b"" if len(refs) == 1 else None
 
     def decode(self, payload: memoryview, refs: Sequence[Bytes], out: Bytes) -> None:
         """Copy the reference."""

@@ -1,0 +1,197 @@
+"""Snapshots that lean on earlier ones: finding a base, checking it, reading through it.
+
+A base is known by the digests of the spans that are needed, never by its path: whatever file holds
+bytes with those digests will do, compressed or not, moved or renamed. Digests are compared before
+any output opens; contents are checked as they are used.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from ckz.checkpoint import Checkpoint
+from ckz.container import Container
+from ckz.container_read import is_container, open_container
+from ckz.errors import BaseError, CkzError, CorruptError
+from ckz.files import FileSet
+from ckz.formats import read_checkpoint
+from ckz.restore import Decoder, ReadBase
+from ckz.streams import CHUNK, Extent
+from ckz.values import ReadSpan
+
+Bytes = npt.NDArray[np.uint8]
+
+MAX_DEPTH = 1000
+
+
+class Snapshot(NamedTuple):
+    """A checkpoint that can be read span by span, compressed or not.
+
+    Attributes
+    ----------
+    digests : works out the xxh3-128 of the original bytes of each span.
+    read : fills an array with bytes of a span from an offset.
+    depth : how many bases it leans on, one behind the other.
+    """
+
+    path: Path
+    checkpoint: Checkpoint
+    digests: Callable[[], list[bytes]]
+    read: ReadSpan
+    depth: int
+
+
+@contextmanager
+def open_snapshot(path: Path, *, base: Path | None = None, level: int = 0) -> Iterator[Snapshot]:
+    """Open a source or a .ckz, with its bases, for reading spans.
+
+    Raises
+    ------
+    BaseError
+        If a base that is needed is not there or is not the one recorded.
+    """
+    with ExitStack() as stack:
+        if not is_container(path):
+            checkpoint = read_checkpoint(path)
+            paths = [checkpoint.path_of(i) for i in range(len(checkpoint.files))]
+            files = stack.enter_context(FileSet(paths, os.O_RDONLY))
+            read = partial(_read_source, checkpoint, files)
+            yield Snapshot(path, checkpoint, partial(_digests, checkpoint, read), read, 0)
+            return
+        container = stack.enter_context(open_container(path))
+        decoder = stack.enter_context(open_decoder(container, base=base, level=level))
+        depth = int(container.meta["base"]["depth"]) if container.meta["base"] else 0
+        digests, read = partial(_stored_digests, container), partial(_read_span, decoder)
+        yield Snapshot(path, container.checkpoint, digests, read, depth)
+
+
+def base_rows(snapshot: Snapshot, used: dict[int, int]) -> list[tuple[int, bytes, str]]:
+    """Describe base spans for a container: length, digest and tensor of each, in row order."""
+    names = {
+        piece.span: tensor.name for tensor in snapshot.checkpoint.tensors for piece in tensor.pieces
+    }
+    digests = snapshot.digests()
+    return [
+        (snapshot.checkpoint.spans[span].nbytes, digests[span], names.get(span, ""))
+        for span in used
+    ]
+
+
+@contextmanager
+def open_decoder(
+    container: Container, *, base: Path | None = None, base_dir: Path | None = None, level: int = 0
+) -> Iterator[Decoder]:
+    """Open what a container leans on, and give a decoder for it.
+
+    Parameters
+    ----------
+    base : the base, if it is known; else it is looked for, by content, in ``base_dir`` and
+        beside the container.
+
+    Raises
+    ------
+    BaseError
+        If no file holds what is needed; it says which tensor, what was expected and found.
+    """
+    if not len(container.base_spans):
+        yield Decoder(container)
+        return
+    if level >= MAX_DEPTH:
+        raise BaseError(f"{container.path}: leans on more than {MAX_DEPTH} bases")
+    with ExitStack() as stack:
+        faults: list[str] = []
+        for path in [base] if base else _places(container, base_dir):
+            try:
+                snapshot = stack.enter_context(open_snapshot(path, level=level + 1))
+                where = _locate(container, snapshot)
+            except (CkzError, OSError) as err:
+                faults.append(str(err))
+                continue
+            yield Decoder(container, _reader(container, snapshot, where))
+            return
+        name = container.meta["base"]["name"]
+        fault = faults[0] if faults else f"no file beside it holds its base ({name!r})"
+        raise BaseError(f"{container.path}: {fault}; name the base with --base")
+
+
+def _places(container: Container, base_dir: Path | None) -> Iterator[Path]:
+    """Give files that may be the base: by its name first, then whatever .ckz lies there."""
+    name = Path(container.meta["base"]["name"]).name
+    names = [name, f"{name}.ckz", name.removesuffix(".ckz")]
+    directories = [d for d in (base_dir, container.path.parent) if d is not None]
+    seen = {container.path.resolve()}
+    for directory in directories:
+        others = sorted(p for p in directory.glob("*.ckz") if p.is_file())
+        for path in [*(directory / n for n in names), *others]:
+            if path.resolve() not in seen and path.exists():
+                seen.add(path.resolve())
+                yield path
+
+
+def _locate(container: Container, snapshot: Snapshot) -> list[int]:
+    """Find each base span by its digest; they must all be there."""
+    digests = snapshot.digests()
+    known = {digest: span for span, digest in enumerate(digests)}
+    found = []
+    for row, (nbytes, digest) in enumerate(container.base_spans.tolist()):
+        span = known.get(digest)
+        if span is None or snapshot.checkpoint.spans[span].nbytes != nbytes:
+            raise BaseError(_difference(container, snapshot, row, digests))
+        found.append(span)
+    return found
+
+
+def _difference(container: Container, snapshot: Snapshot, row: int, digests: list[bytes]) -> str:
+    name, digest = container.base_names[row], container.base_spans["digest"][row].tobytes()
+    text = f"{snapshot.path}: is not the base: tensor {name!r} should have digest {digest.hex()}"
+    for tensor in snapshot.checkpoint.tensors:
+        if tensor.name == name and tensor.pieces:
+            return f"{text}, has {digests[tensor.pieces[0].span].hex()}"
+    return f"{text}, is not there"
+
+
+def _reader(container: Container, snapshot: Snapshot, where: list[int]) -> ReadBase:
+    def read(row: int, start: int, out: Bytes) -> None:
+        try:
+            snapshot.read(where[row], start, out)
+        except (CorruptError, OSError) as err:
+            name = container.base_names[row]
+            raise BaseError(f"{container.path}: tensor {name!r} of its base: {err}") from err
+
+    return read
+
+
+def _read_span(decoder: Decoder, span: int, start: int, out: Bytes) -> None:
+    decoder.read_span(span + len(decoder.container.files), start, out)
+
+
+def _read_source(checkpoint: Checkpoint, files: FileSet, span: int, at: int, out: Bytes) -> None:
+    place = checkpoint.spans[span]
+    files.read([Extent(place.file, place.offset + at, out.size)], out)
+
+
+def _stored_digests(container: Container) -> list[bytes]:
+    rows = container.spans["digest"][len(container.files) : container.models]
+    return [digest.tobytes() for digest in rows]
+
+
+def _digests(checkpoint: Checkpoint, read: ReadSpan) -> list[bytes]:
+    buffer = np.empty(CHUNK, np.uint8)
+    found = []
+    for number, span in enumerate(checkpoint.spans):
+        digest = xxhash.xxh3_128()
+        for at in range(0, span.nbytes, CHUNK):
+            part = buffer[: min(CHUNK, span.nbytes - at)]
+            read(number, at, part)
+            digest.update(part.data)
+        found.append(digest.digest())
+    return found

@@ -1,0 +1,200 @@
+"""The difference to a base, counted in units in the last place, in the context of the base.
+
+An optimizer step moves a weight by about the learning rate, whatever the weight; in units in the
+last place that is little for large weights and much for small ones. So differences are sorted by
+the exponent of the base (12 classes) and each class is coded by itself: the upper part of the
+zigzagged difference as a byte, the lower ``4 k`` bits as they are.
+
+Sorting by the base's exponent costs no side information, for the decoder has the base. The ordered
+integers are those of lossy float coders (fpzip, Lindstrom and Isenburg 2006); conditioning their
+differences on the base's exponent is ours.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from ckz.codecs.coding import decode_planes, encode_planes
+from ckz.codecs.leaning import EXPONENTS, base_of, check_dtype
+from ckz.errors import CorruptError
+from ckz.kernels import ulp as kernels
+from ckz.kernels.buffers import scratch
+
+Bytes = npt.NDArray[np.uint8]
+Words = npt.NDArray[Any]
+
+_ESCAPE = 255
+# Symbols that say little are given as a bitmap and the others: a Huffman code has a floor of a bit.
+_PLAIN, _BITMAP = 0, 1
+_SAMPLE = 1024
+_CLASS = struct.Struct("<IBBI")
+
+
+@dataclass(frozen=True)
+class Ulp:
+    """Difference to the references, laid end to end; little-endian.
+
+    The payload: for each class its number of elements, k, form and number of escapes; then of each
+    class the coded symbols, the low bits and the escaped values.
+    """
+
+    name: ClassVar[str] = "ulp"
+    dtype: str = ""
+
+    def __post_init__(self) -> None:
+        check_dtype(self.dtype)
+
+    @property
+    def _is_float(self) -> bool:
+        return EXPONENTS[self.dtype][2] > 0
+
+    def _classes(self, base: Words) -> tuple[Bytes, npt.NDArray[np.int64]]:
+        """Give the class of each element and where each class starts, once sorted."""
+        _, shift, width = EXPONENTS[self.dtype]
+        classes, counts = scratch("classes", base.size), np.empty(kernels.CLASSES, np.int64)
+        kernels.classes(base, shift, width, classes, counts)
+        return classes, np.concatenate([[0], np.cumsum(counts)])
+
+    def encode(self, chunk: Bytes, refs: Sequence[Bytes] = (), at: int = 0) -> bytes | None:
+        """Code the difference of a chunk to its references."""
+        base = base_of(self.dtype, refs, chunk.size)
+        if base is None:
+            return None
+        zigzag, ordered = (scratch(key, base.size, base.dtype) for key in ("zigzag", "sorted"))
+        kernels.zigzag(chunk.view(base.dtype), base, self._is_float, zigzag)
+        classes, starts = self._classes(base)
+        kernels.scatter(zigzag, classes, starts, ordered)
+        coded = [
+            _encode_class(ordered[first:last])
+            for first, last in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)
+        ]
+        payload = b"".join([*(head for head, _ in coded), *(body for _, body in coded)])
+        return payload if len(payload) < chunk.size else None
+
+    def decode(self, payload: memoryview, refs: Sequence[Bytes], out: Bytes) -> None:
+        """Add the differences to the references."""
+        base = base_of(self.dtype, refs, out.size)
+        if base is None:
+            raise CorruptError("a difference needs references of its own size")
+        classes, starts = self._classes(base)
+        size = _CLASS.size * kernels.CLASSES
+        if len(payload) < size:
+            raise CorruptError("a difference lacks its header")
+        heads = list(_CLASS.iter_unpack(payload[:size]))
+        payload = payload[size:]
+        ordered, zigzag = (scratch(key, base.size, base.dtype) for key in ("sorted", "zigzag"))
+        for first, last, head in zip(starts[:-1].tolist(), starts[1:].tolist(), heads, strict=True):
+            payload = _decode_class(head, payload, ordered[first:last])
+        if len(payload):
+            raise CorruptError("a difference does not end where it should")
+        kernels.gather(ordered, classes, starts, zigzag)
+        kernels.add_zigzag(base, zigzag, self._is_float, out.view(base.dtype))
+
+
+def _shift_of(values: Words) -> int:
+    """Choose the bits that are not coded: all but eight of what nearly every value has."""
+    sample = values[:: max(1, values.size // _SAMPLE)]
+    rank = sample.size - 1 - sample.size // 100
+    usual = int(np.partition(sample, rank)[rank])
+    return max(0, -(-(usual.bit_length() - 8) // 4)) if usual >= _ESCAPE else 0
+
+
+def _encode_class(values: Words) -> tuple[bytes, bytes]:
+    """Code the zigzagged differences of one class; give its header and its body."""
+    n = values.size
+    if not n:
+        return _CLASS.pack(0, 0, _PLAIN, 0), b""
+    k = _shift_of(values)
+    symbols = scratch("symbols", n)
+    upper = values >> values.dtype.type(4 * k) if k else values
+    escaped = values[:0]
+    if int(upper.max()) >= _ESCAPE:
+        upper = np.minimum(upper, values.dtype.type(_ESCAPE))
+        escaped = values[upper == _ESCAPE]
+    symbols[:] = upper
+    form, coded = _encode_symbols(symbols)
+    low = _low_planes(values, k)
+    head = _CLASS.pack(n, k, form, escaped.size)
+    return head, b"".join([*coded, *(encode_planes(low) if low else []), escaped.data])
+
+
+def _encode_symbols(symbols: Bytes) -> tuple[int, list[bytes | memoryview]]:
+    count = int(np.count_nonzero(symbols))
+    if count > symbols.size // 2:
+        return _PLAIN, encode_planes([symbols])
+    changed = symbols != 0
+    return _BITMAP, [
+        struct.pack("<I", count),
+        *encode_planes([np.packbits(changed), symbols[changed]]),
+    ]
+
+
+def _low_planes(values: Words, k: int) -> list[Bytes]:
+    """Give the low ``4 k`` bits: byte planes, and packed nibbles for the odd one."""
+    planes = []
+    for byte in range(k // 2):
+        plane = scratch(f"low{byte}", values.size)
+        plane[:] = values >> values.dtype.type(8 * byte)
+        planes.append(plane)
+    if k % 2:
+        nibbles = ((values >> values.dtype.type(4 * (k - 1))) & values.dtype.type(15)).astype("u1")
+        if nibbles.size % 2:
+            nibbles = np.append(nibbles, np.uint8(0))
+        half = nibbles.size // 2
+        planes.append(nibbles[:half] | nibbles[half:] << 4)
+    return planes
+
+
+def _decode_class(head: tuple[int, int, int, int], payload: memoryview, out: Words) -> memoryview:
+    """Rebuild one class; give what follows in the payload."""
+    n, k, form, nescaped = head
+    if n != out.size or k > 2 * out.itemsize or form > _BITMAP or nescaped > n:
+        raise CorruptError("a class of differences does not fit its base")
+    if not n:
+        return payload
+    symbols, payload = _decode_symbols(form, payload, n)
+    out[:] = symbols
+    if k:
+        np.left_shift(out, out.dtype.type(4 * k), out=out)
+        sizes = [n] * (k // 2) + [(n + 1) // 2] * (k % 2)
+        planes, payload = decode_planes(payload, sizes)
+        for byte in range(k // 2):
+            np.bitwise_or(out, planes[byte].astype(out.dtype) << out.dtype.type(8 * byte), out=out)
+        if k % 2:
+            nibbles = np.concatenate([planes[-1] & 15, planes[-1] >> 4])[:n].astype(out.dtype)
+            np.bitwise_or(out, nibbles << out.dtype.type(4 * (k - 1)), out=out)
+    if not nescaped:
+        return payload
+    where = np.flatnonzero(symbols == _ESCAPE)
+    nbytes = nescaped * out.itemsize
+    if where.size != nescaped or len(payload) < nbytes:
+        raise CorruptError("a class of differences does not have the escapes it states")
+    out[where] = np.frombuffer(payload, out.dtype, nescaped)
+    return payload[nbytes:]
+
+
+def _decode_symbols(form: int, payload: memoryview, n: int) -> tuple[Bytes, memoryview]:
+    if form == _PLAIN:
+        (plane,), rest = decode_planes(payload, [n])
+        symbols = scratch("symbols", n)
+        symbols[:] = plane
+        return symbols, rest
+    if len(payload) < 4:
+        raise CorruptError("a class of differences lacks its bitmap")
+    count = int.from_bytes(payload[:4], "little")
+    if count > n:
+        raise CorruptError("a class of differences has more changes than elements")
+    (bitmap, values), rest = decode_planes(payload[4:], [(n + 7) // 8, count])
+    changed = np.unpackbits(bitmap, count=n).view(bool)
+    if int(np.count_nonzero(changed)) != count:
+        raise CorruptError("a class of differences does not have the changes its bitmap shows")
+    symbols = scratch("symbols", n)
+    symbols[:] = 0
+    symbols[changed] = values
+    return symbols, rest
