@@ -41,6 +41,8 @@ class Snapshot(NamedTuple):
     digests : works out the xxh3-128 of the original bytes of each span.
     read : fills an array with bytes of a span from an offset.
     depth : how many bases it leans on, one behind the other.
+    chain_nbytes : stored bytes of those and of itself, without the last one, which is full.
+    full_nbytes : stored bytes of that last one.
     """
 
     path: Path
@@ -48,6 +50,8 @@ class Snapshot(NamedTuple):
     digests: Callable[[], list[bytes]]
     read: ReadSpan
     depth: int
+    chain_nbytes: int
+    full_nbytes: int
 
 
 @contextmanager
@@ -65,13 +69,43 @@ def open_snapshot(path: Path, *, base: Path | None = None, level: int = 0) -> It
             paths = [checkpoint.path_of(i) for i in range(len(checkpoint.files))]
             files = stack.enter_context(FileSet(paths, os.O_RDONLY))
             read = partial(_read_source, checkpoint, files)
-            yield Snapshot(path, checkpoint, partial(_digests, checkpoint, read), read, 0)
+            digests = partial(_digests, checkpoint, read)
+            yield Snapshot(path, checkpoint, digests, read, 0, 0, checkpoint.nbytes)
             return
         container = stack.enter_context(open_container(path))
         decoder = stack.enter_context(open_decoder(container, base=base, level=level))
-        depth = int(container.meta["base"]["depth"]) if container.meta["base"] else 0
         digests, read = partial(_stored_digests, container), partial(_read_span, decoder)
-        yield Snapshot(path, container.checkpoint, digests, read, depth)
+        depth, chain, full = 0, 0, container.nbytes
+        if base_meta := container.meta["base"]:
+            depth = base_meta["depth"]
+            chain = base_meta["chain_nbytes"] + container.nbytes
+            full = base_meta["full_nbytes"]
+        yield Snapshot(path, container.checkpoint, digests, read, depth, chain, full)
+
+
+class Link(NamedTuple):
+    """One container of a chain; ``stored_nbytes`` is None where it was not found."""
+
+    name: str
+    base: str
+    depth: int
+    stored_nbytes: int | None
+
+
+def links(container: Container) -> list[Link]:
+    """Follow a chain by the names that are recorded; nothing is decoded."""
+    found: list[Link] = []
+    while base := container.meta["base"]:
+        found.append(Link(container.path.name, base["name"], base["depth"], container.nbytes))
+        path = container.path.with_name(Path(base["name"]).name)
+        if len(found) > MAX_DEPTH or not path.exists() or not is_container(path):
+            size = path.stat().st_size if path.is_file() else None
+            return [*found, Link(base["name"], "", base["depth"] - 1, size)]
+        with open_container(path) as container:
+            pass
+    if found:
+        found.append(Link(container.path.name, "", 0, container.nbytes))
+    return found
 
 
 def base_rows(snapshot: Snapshot, used: dict[int, int]) -> list[tuple[int, bytes, str]]:

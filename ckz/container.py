@@ -25,7 +25,9 @@ offset  bytes  content
 - ``/meta``: JSON. ``ckz`` (version that wrote it), ``format`` (of the source), ``directory``
   (bool), ``codecs`` (list of codec texts), ``dtypes``, ``packed`` (lists of names that the
   tables count into), ``sha256`` (path -> hex, may be empty), ``warnings``, ``level``, ``chunk``
-  (its bytes), ``base`` (null, or ``name`` and ``depth``: how many bases stand behind this file).
+  (its bytes), ``base`` (null, or the base's ``name``, ``depth``: how many bases stand behind this
+  file, ``chain_nbytes`` and ``full_nbytes``: stored bytes of those that lean on others, and of the
+  last).
 - ``/files /spans /streams /chunks /refs /tensors /pieces /base_spans``: tables, see the dtypes in
   this module.
   A table is one zstd frame of its rows, transposed: the first byte of every row, the second...

@@ -224,7 +224,10 @@ def _check_meta(path: Path, meta: Any) -> dict[str, Any]:
         except UnsupportedError as err:
             raise UnsupportedError(f"{path}: {err}") from err
     base = meta["base"]
-    if base is not None and (type(base["name"]) is not str or type(base["depth"]) is not int):
+    numbers = ("depth", "chain_nbytes", "full_nbytes")
+    if base is not None and (
+        type(base["name"]) is not str or not all(type(base[key]) is int for key in numbers)
+    ):
         raise CorruptError(f"{path}: the description of the base makes no sense")
     for dtype in meta["dtypes"]:
         if dtype not in ITEMSIZE:

@@ -47,6 +47,7 @@ def extract(
     output: Path,
     only: Sequence[str],
     *,
+    base: Path | None = None,
     force: bool = False,
     dry_run: bool = False,
     progress: Callable[[int, int, int], None] | None = None,
@@ -56,6 +57,7 @@ def extract(
     Parameters
     ----------
     source : a .ckz, or a checkpoint.
+    base : of a .ckz that leans on one, if it does not lie beside it.
     only : glob patterns; ``*`` also matches dots.
 
     Raises
@@ -67,7 +69,7 @@ def extract(
     """
     began = time.perf_counter()
     target = atomic.check_target(output, force)
-    with open_archive(source) as archive:
+    with open_archive(source, base=base) as archive:
         chosen = [
             archive.info(name)
             for name in archive

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ckz.chain import Link, links
 from ckz.checkpoint import ITEMSIZE, ROLES, Checkpoint, uncollected
 from ckz.container import Container
 from ckz.container_read import is_container, open_container
@@ -50,6 +51,7 @@ class Inspection:
     roles : role -> (raw, stored or None) bytes; ``skeleton`` is what is no tensor.
     hidden_nbytes : bytes of storages that no tensor shows.
     codecs : codec text -> number of chunks; empty for a source.
+    chain : the containers that this one leans on, itself first; empty if it is full.
     """
 
     path: str
@@ -61,6 +63,7 @@ class Inspection:
     roles: dict[str, tuple[int, int | None]]
     hidden_nbytes: int
     codecs: dict[str, int]
+    chain: tuple[Link, ...]
     warnings: tuple[str, ...]
     missing: tuple[str, ...]
 
@@ -119,6 +122,7 @@ def _inspect(checkpoint: Checkpoint, path: Path, container: Container | None) ->
         roles=_roles(checkpoint, container),
         hidden_nbytes=hidden,
         codecs=_codecs(container) if container else {},
+        chain=tuple(links(container)) if container else (),
         warnings=checkpoint.warnings,
         missing=checkpoint.missing,
     )

@@ -10,10 +10,12 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -32,7 +34,7 @@ from ckz.errors import ChangedError, CkzError, CorruptError, IncompleteError, Un
 from ckz.files import FileSet
 from ckz.formats import read_checkpoint
 from ckz.matching import match_base
-from ckz.plan import make_plan
+from ckz.plan import make_plan, summary
 from ckz.restore import Decoder, decode_all
 from ckz.workers import DEFAULT_MEMORY, in_order, start_workers
 
@@ -53,6 +55,7 @@ class Report:
     warnings : one line each.
     sha256 : path inside the checkpoint -> hex digest; empty unless it was asked for.
     roles : role -> (raw, stored) bytes of its chunks; ``skeleton`` is what is no tensor.
+    plan : of a dry run: role, codecs that may apply, and bytes.
     """
 
     source: str
@@ -64,6 +67,7 @@ class Report:
     warnings: tuple[str, ...] = ()
     sha256: dict[str, str] = field(default_factory=dict)
     roles: dict[str, tuple[int, int]] = field(default_factory=dict)
+    plan: tuple[tuple[str, str, int], ...] = ()
 
 
 def compress(
@@ -71,6 +75,7 @@ def compress(
     output: AnyPath,
     *,
     base: AnyPath | None = None,
+    anchor: int | None = None,
     codecs: Mapping[str, str] | None = None,
     level: str = "default",
     threads: int = 0,
@@ -89,6 +94,8 @@ def compress(
     Parameters
     ----------
     base : an earlier checkpoint, compressed or not, that the result leans on.
+    anchor : make the result full when so many snapshots lean on each other already; None
+        decides by the bytes that restoring it would have to read.
     codecs : role -> name of the codec to prefer for it.
     level : ``fast``, ``default`` or ``max``.
     threads : 0 takes every core; the output does not depend on it.
@@ -114,10 +121,13 @@ def compress(
     state = _Progress(checkpoint.nbytes, progress)
     with ExitStack() as stack:
         snapshot = stack.enter_context(open_snapshot(Path(base))) if base else None
+        if snapshot and _anchors(snapshot, anchor):
+            snapshot = None
         leans = match_base(checkpoint, snapshot.checkpoint) if snapshot else {}
         plan = make_plan(checkpoint, level, find_casts(checkpoint), leans, codecs)
         if dry_run:
-            return _report(source, output, checkpoint, 0, began)
+            report = _report(source, output, checkpoint, 0, began)
+            return replace(report, plan=summary(plan, len(checkpoint.files)))
         kernels.enable(checkpoint.nbytes)
         encoder = Encoder(checkpoint, plan, snapshot, accept_bad_crc=accept_bad_crc)
         stack.enter_context(atomic.explain_full_disk(target, state))
@@ -157,7 +167,24 @@ def compress(
 def _base_meta(snapshot: Snapshot | None, used: dict[int, int]) -> dict[str, object] | None:
     if snapshot is None or not used:
         return None
-    return {"name": snapshot.path.name, "depth": snapshot.depth + 1}
+    return {
+        "name": snapshot.path.name,
+        "depth": snapshot.depth + 1,
+        "chain_nbytes": snapshot.chain_nbytes,
+        "full_nbytes": snapshot.full_nbytes,
+    }
+
+
+def _anchors(snapshot: Snapshot, anchor: int | None) -> bool:
+    """Tell whether a chain has become long enough for a full snapshot.
+
+    Without a number, when the deltas together take four times what a full one does, so that
+    restoring never reads more than five times what it would have to. (Check-N-Run, NSDI 2022,
+    writes a full one once they take as much as one; its deltas are smaller.)
+    """
+    if anchor is not None:
+        return snapshot.depth >= anchor
+    return snapshot.depth > 0 and snapshot.chain_nbytes >= 4 * snapshot.full_nbytes
 
 
 def decompress(
@@ -264,6 +291,56 @@ def _decoder(
         base=Path(base) if base else None,
         base_dir=Path(base_dir) if base_dir else None,
     )
+
+
+def rebase(
+    path: AnyPath,
+    *,
+    base: AnyPath | None = None,
+    old_base: AnyPath | None = None,
+    threads: int = 0,
+    memory: int = DEFAULT_MEMORY,
+    progress: OnProgress | None = None,
+) -> Report:
+    """Write a .ckz anew, full or leaning on another base; what it restores to stays the same.
+
+    Snapshots that lean on it still do: they know it by its contents.
+
+    Parameters
+    ----------
+    base : the new base; None makes it full.
+    old_base : what it leans on now, if it does not lie beside it.
+
+    Raises
+    ------
+    CkzError
+        In its kinds; the container is unchanged then.
+    """
+    path = Path(path)
+    with open_container(path) as container:
+        name, level = recorded_name(container), container.meta["level"]
+    target = path.resolve()
+    with tempfile.TemporaryDirectory(
+        prefix=".ckz.", suffix=".ckz-tmp", dir=target.parent
+    ) as scratch:
+        source = Path(scratch) / name
+        decompress(path, source, base=old_base, threads=threads, memory=memory)
+        report = compress(
+            source,
+            target,
+            base=base,
+            anchor=None if base is None else sys.maxsize,
+            level=level,
+            threads=threads,
+            memory=memory,
+            force=True,
+            opaque=True,
+            allow_incomplete=True,
+            accept_bad_crc=True,
+            verify=True,
+            progress=progress,
+        )
+    return replace(report, source=str(path))
 
 
 def _verify_source(

@@ -127,6 +127,17 @@ def make_plan(
     return Plan(tuple(streams), tuple(candidates))
 
 
+def summary(plan: Plan, nfiles: int) -> tuple[tuple[str, str, int], ...]:
+    """Give the bytes of each role and set of codecs, largest first; for people to read."""
+    totals: dict[tuple[str, str], int] = {}
+    for stream, candidates in zip(plan.streams, plan.candidates, strict=True):
+        role = "skeleton" if stream.parts[0].span < nfiles else stream.role
+        key = role, " or ".join(candidate.codec for candidate in candidates)
+        totals[key] = totals.get(key, 0) + stream.nbytes
+    rows = [(role, text, nbytes) for (role, text), nbytes in totals.items()]
+    return tuple(sorted(rows, key=lambda row: -row[2]))
+
+
 def _chosen(found: list[Candidate], stream: Stream, choice: str | None) -> tuple[Candidate, ...]:
     """Keep what was chosen, if it applies, and what codes the rest."""
     if choice is None:

@@ -12,9 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckz import codecs
+from ckz.codecs.bitmask import Bitmask
 from ckz.codecs.cast import Cast, round_to
 from ckz.codecs.planes import Planes
 from ckz.codecs.rowcol import RowCol, make_model
+from ckz.codecs.ulp import Ulp
+from ckz.codecs.xor import Xor
 from ckz.codecs.zstd import Zstd
 from ckz.errors import CkzError, CorruptError, UnsupportedError
 
@@ -259,3 +262,73 @@ def test_casts_cost_nothing_and_exceptions_little(dtype: str) -> None:
     codec.decode(memoryview(payload), refs, out)
     assert np.array_equal(out, chunk)
     assert codec.encode(np.roll(chunk, 2), refs) is None
+
+
+# -- differences ---------------------------------------------------------------------------------
+
+DELTAS = [
+    cls(dtype) for cls in (Ulp, Bitmask, Xor) for dtype in ("bfloat16", "float32", "fp8", "int64")
+]
+
+
+def delta_size(codec: codecs.Codec, current: np.ndarray, base: np.ndarray) -> int:
+    payload = codec.encode(current, [base])
+    if payload is None:
+        return current.size
+    out = np.full(current.size, 0xAA, np.uint8)
+    codec.decode(memoryview(payload), [base], out)
+    assert np.array_equal(out, current)
+    cut = base.size // 16 * 8
+    out[:] = 0
+    codec.decode(memoryview(payload), [base[:cut], base[cut:]], out)
+    assert np.array_equal(out, current)
+    return len(payload)
+
+
+@pytest.mark.parametrize("codec", DELTAS, ids=codecs.spec)
+@given(current=st.binary(max_size=200), base=st.binary(max_size=200), repeat=st.integers(1, 30))
+def test_any_difference_comes_back(
+    codec: codecs.Codec, current: bytes, base: bytes, repeat: int
+) -> None:
+    n = min(len(current), len(base)) // 8 * 8
+    a, b = (np.frombuffer(x[:n] * repeat, np.uint8) for x in (current, base))
+    delta_size(codec, a, b)
+    delta_size(codec, a, a)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
+@pytest.mark.parametrize("scale", [1e-6, 1e-4, 1e-2])
+def test_ulp_is_smaller_than_the_published_deltas(dtype: str, scale: float) -> None:
+    rng = np.random.default_rng(0)
+    x = rng.normal(0, 0.02, 100_000)
+    kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
+    base = x.astype(kind).view(np.uint8)
+    current = (x.astype(kind).astype("f8") + rng.normal(0, scale, x.size)).astype(kind)
+    current = current.view(np.uint8)
+    ulp, bitmask, xor = (delta_size(cls(dtype), current, base) for cls in (Ulp, Bitmask, Xor))
+    assert ulp < xor
+    assert ulp < bitmask
+
+
+@given(
+    payload=st.binary(max_size=200),
+    base=st.binary(max_size=64),
+    codec=st.sampled_from(DELTAS),
+)
+def test_arbitrary_differences_never_crash(
+    payload: bytes, base: bytes, codec: codecs.Codec
+) -> None:
+    data = np.frombuffer(base, np.uint8)
+    with contextlib.suppress(CorruptError):
+        codec.decode(memoryview(payload), [data], np.empty(data.size, np.uint8))
+
+
+@given(flip=st.integers(0, 1 << 20), cut=st.integers(0, 50))
+def test_damaged_differences_never_crash(flip: int, cut: int) -> None:
+    base, current = weights(3000, "float32", 1), weights(3000, "float32", 2)
+    current.view("<u4")[::3] = base.view("<u4")[::3] + 5
+    payload = bytearray(Ulp("float32").encode(current, [base]) or b"")
+    payload = payload[: len(payload) - cut]
+    payload[flip // 8 % len(payload)] ^= 1 << flip % 8
+    with contextlib.suppress(CorruptError):
+        Ulp("float32").decode(memoryview(payload), [base], np.empty(12_000, np.uint8))

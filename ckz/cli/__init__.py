@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from ckz.cli import compress, decompress, inspect, stopping, verify
+from ckz.cli import compress, decompress, inspect, rebase, stopping, verify
 from ckz.cli.outcome import discard_stdout, report_error
 from ckz.errors import CkzError
 
@@ -46,7 +46,13 @@ def _options(
     """Make saved deep-learning checkpoints small, and get exactly the same bytes back."""
 
 
-for _command in (compress.compress, decompress.decompress, inspect.inspect, verify.verify):
+for _command in (
+    compress.compress,
+    decompress.decompress,
+    inspect.inspect,
+    verify.verify,
+    rebase.rebase,
+):
     app.command()(_command)
 
 

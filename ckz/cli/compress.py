@@ -11,7 +11,7 @@ import typer
 
 from ckz.cli import names, options, progress, removal, streams, text
 from ckz.cli.outcome import configure, each, print_result, report_to_json, tell
-from ckz.errors import CkzError
+from ckz.errors import CkzError, UsageError
 
 if TYPE_CHECKING:
     from ckz.pipeline import Report
@@ -23,6 +23,28 @@ def compress(
     stdout: options.Stdout = False,
     force: options.Force = False,
     keep: options.Keep = True,
+    base: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PATH",
+            help="Store what differs from this earlier checkpoint, compressed or not.",
+        ),
+    ] = None,
+    anchor: Annotated[
+        str,
+        typer.Option(
+            metavar="auto|N",
+            help="Write a full snapshot once N lean on each other; auto: once they take "
+            "four times the bytes of a full one.",
+        ),
+    ] = "auto",
+    codec: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ROLE=NAME",
+            help="Prefer a codec for a role, e.g. weight=bitmask; may be repeated.",
+        ),
+    ] = None,
     level: Annotated[
         Literal["fast", "default", "max"],
         typer.Option(help="Trade speed for size; decompression is fast with each."),
@@ -60,6 +82,8 @@ def compress(
     to_stdout = names.goes_to_stdout(sources, output, stdout)
     names.check_combination(sources, to_stdout=to_stdout, as_json=as_json, keep=keep)
     targets = {} if to_stdout else names.targets(sources, output, names.compressed)
+    choices = dict(_pair(text) for text in codec or ())
+    longest = _anchor(anchor)
     from ckz import pipeline
     from ckz.container_read import is_container
 
@@ -79,6 +103,9 @@ def compress(
             report = pipeline.compress(
                 path,
                 out,
+                base=base,
+                anchor=longest,
+                codecs=choices,
                 level=level,
                 threads=threads,
                 memory=memory,
@@ -105,6 +132,19 @@ def compress(
     each(sources, act, to_json=report_to_json if as_json else None)
 
 
+def _pair(text: str) -> tuple[str, str]:
+    role, equals, name = text.partition("=")
+    if not equals:
+        raise UsageError(f"--codec {text}: write ROLE=NAME")
+    return role, name
+
+
+def _anchor(text: str) -> int | None:
+    if text != "auto" and not text.isdecimal():
+        raise UsageError(f"--anchor {text}: write auto or a number")
+    return None if text == "auto" else int(text)
+
+
 def _stdin_name(target: Path | None) -> str:
     """Name what came through a pipe after its container, for decompress gives that name back."""
     own = names.restored(target) if target else None
@@ -115,6 +155,8 @@ def _summary(report: Report, *, dry_run: bool) -> str:
     raw, stored = report.raw_nbytes, report.stored_nbytes
     output = text.printable(names.display(report.output, names.STDOUT))
     if dry_run:
-        return f"{output}: would be written, from {text.size(raw)}"
+        rows = [[role, text.size(n), codecs] for role, codecs, n in report.plan]
+        plan = "\n".join(text.table(["role", "size", "codecs"], rows, "<><"))
+        return f"{output}: would be written, from {text.size(raw)}\n{plan}"
     change, rate = text.change(raw, stored), text.rate(raw, report.seconds)
     return f"{output}: {change}, {report.seconds:.1f} s, {rate}"

@@ -68,6 +68,9 @@ def _lines(found: Inspection, *, everything: bool, totals: bool, verbose: int) -
     if totals:
         yield ""
         yield from _role_table(found)
+    if totals and found.chain:
+        yield ""
+        yield from _chain_table(found)
     if totals and found.hidden_nbytes:
         yield f"{text.size(found.hidden_nbytes)} of storage belong to no tensor"
     if verbose and found.codecs:
@@ -140,6 +143,19 @@ def _role_table(found: Inspection) -> list[str]:
     return text.table(head, rows, "<>>>>"[: len(head)])
 
 
+def _chain_table(found: Inspection) -> list[str]:
+    rows = [
+        [
+            text.printable(link.name),
+            f"{link.depth}",
+            "not found" if link.stored_nbytes is None else text.size(link.stored_nbytes),
+            text.printable(link.base) or "full",
+        ]
+        for link in found.chain
+    ]
+    return text.table(["snapshot", "depth", "size", "base"], rows, "<>><")
+
+
 def _to_json(found: Inspection) -> dict[str, Any]:
     """Give an inspection as the README's schema has it."""
     return {
@@ -163,6 +179,7 @@ def _to_json(found: Inspection) -> dict[str, Any]:
         ],
         "roles": roles_to_json(found.roles),
         "codecs": found.codecs,
+        "chain": [link._asdict() for link in found.chain],
         "warnings": found.warnings,
         "missing": found.missing,
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -53,6 +54,16 @@ Keep = Annotated[
         show_default=False,
         help="Keep the source (default), or remove it once the result is verified and synced.",
     ),
+]
+Base = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="PATH",
+        help="What SRC.ckz leans on, if it does not lie beside it; found by content.",
+    ),
+]
+BaseDir = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="Look for what SRC.ckz leans on there, too.")
 ]
 Threads = Annotated[
     int,

@@ -19,6 +19,8 @@ def verify(
     data: Annotated[
         bool, typer.Option("--data", help="Decode everything and check the original bytes too.")
     ] = False,
+    base: options.Base = None,
+    base_dir: options.BaseDir = None,
     threads: options.Threads = 0,
     memory: options.Memory = options.MEMORY,
     as_json: options.Json = False,
@@ -40,7 +42,13 @@ def verify(
             progress.bar(source, wanted=not (no_progress or quiet)) as on_bytes,
         ):
             report = pipeline.verify(
-                path, data=data, threads=threads, memory=memory, progress=on_bytes
+                path,
+                data=data,
+                base=base,
+                base_dir=base_dir,
+                threads=threads,
+                memory=memory,
+                progress=on_bytes,
             )
         report = replace(report, source=source)
         tell(source, report, _summary(report, data=data))
