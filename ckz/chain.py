@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,7 +25,7 @@ from ckz.errors import BaseError, CkzError, CorruptError
 from ckz.files import FileSet
 from ckz.formats import read_checkpoint
 from ckz.restore import Decoder, ReadBase
-from ckz.streams import CHUNK, Extent
+from ckz.streams import CHUNK, Extent, Slicer, parts_of
 from ckz.values import ReadSpan
 
 Bytes = npt.NDArray[np.uint8]
@@ -43,6 +43,7 @@ class Snapshot(NamedTuple):
     depth : how many bases it leans on, one behind the other.
     chain_nbytes : stored bytes of those and of itself, without the last one, which is full.
     full_nbytes : stored bytes of that last one.
+    read_skeleton : fills an array with bytes of a file's skeleton from an offset.
     """
 
     path: Path
@@ -52,6 +53,7 @@ class Snapshot(NamedTuple):
     depth: int
     chain_nbytes: int
     full_nbytes: int
+    read_skeleton: ReadSpan
 
 
 @contextmanager
@@ -70,7 +72,8 @@ def open_snapshot(path: Path, *, base: Path | None = None, level: int = 0) -> It
             files = stack.enter_context(FileSet(paths, os.O_RDONLY))
             read = partial(_read_source, checkpoint, files)
             digests = partial(_digests, checkpoint, read)
-            yield Snapshot(path, checkpoint, digests, read, 0, 0, checkpoint.nbytes)
+            skeletons = _skeletons(checkpoint, files)
+            yield Snapshot(path, checkpoint, digests, read, 0, 0, checkpoint.nbytes, skeletons)
             return
         container = stack.enter_context(open_container(path))
         decoder = stack.enter_context(open_decoder(container, base=base, level=level))
@@ -80,7 +83,17 @@ def open_snapshot(path: Path, *, base: Path | None = None, level: int = 0) -> It
             depth = base_meta["depth"]
             chain = base_meta["chain_nbytes"] + container.nbytes
             full = base_meta["full_nbytes"]
-        yield Snapshot(path, container.checkpoint, digests, read, depth, chain, full)
+        # A container's first spans are the skeletons.
+        skeletons = decoder.read_span
+        yield Snapshot(path, container.checkpoint, digests, read, depth, chain, full, skeletons)
+
+
+@contextmanager
+def open_spans(checkpoint: Checkpoint) -> Iterator[ReadSpan]:
+    """Open the files of a source for reading its spans."""
+    paths = [checkpoint.path_of(i) for i in range(len(checkpoint.files))]
+    with FileSet(paths, os.O_RDONLY) as files:
+        yield partial(_read_source, checkpoint, files)
 
 
 class Link(NamedTuple):
@@ -211,6 +224,15 @@ def _read_span(decoder: Decoder, span: int, start: int, out: Bytes) -> None:
 def _read_source(checkpoint: Checkpoint, files: FileSet, span: int, at: int, out: Bytes) -> None:
     place = checkpoint.spans[span]
     files.read([Extent(place.file, place.offset + at, out.size)], out)
+
+
+def _skeletons(checkpoint: Checkpoint, files: FileSet) -> ReadSpan:
+    parts = cache(partial(parts_of, checkpoint))
+
+    def read(file: int, start: int, out: Bytes) -> None:
+        files.read(Slicer([parts()[file]]).extents_in(start, start + out.size), out)
+
+    return read
 
 
 def _stored_digests(container: Container) -> list[bytes]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import gc
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -164,6 +164,7 @@ class Checkpoint:
     spans : ordered by (file, offset), without overlap.
     warnings : one line each, for the user.
     missing : what the checkpoint names but lacks, one line each.
+    numbers : optimizer hyperparameters by their path, e.g. ``optimizer.param_groups.0.lr``.
     """
 
     root: Path
@@ -173,6 +174,7 @@ class Checkpoint:
     tensors: tuple[Tensor, ...] = ()
     warnings: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
+    numbers: Mapping[str, float] = field(default_factory=dict)
     is_directory: bool = field(default=False)
 
     @property

@@ -69,6 +69,8 @@ def prepare(
 ) -> Choice:
     """Make a candidate ready to code its stream: its model takes a pass over all of it."""
     codec = codecs.parse(candidate.codec)
+    if candidate.inputs:
+        return Choice(candidate.codec, codec, partial(_input_refs, candidate.inputs))
     if candidate.source:
         ratio = codec.ratio if isinstance(codec, Cast) else 1
         return Choice(candidate.codec, codec, partial(_source_refs, candidate.source, ratio))
@@ -101,6 +103,11 @@ def _model_refs(span: int, rows: int, columns: int, start: int, stop: int) -> tu
     """Give the means of the rows that float32 elements of these bytes lie in, and all columns'."""
     first, last = start // 4 // columns, (stop // 4 - 1) // columns
     return Ref(span, 2 * first, 2 * (last - first + 1)), Ref(span, 2 * rows, 2 * columns)
+
+
+def _input_refs(inputs: Sequence[Ref], start: int, stop: int) -> tuple[Ref, ...]:
+    """Give the same bytes of ranges that are as long as the stream."""
+    return tuple(Ref(ref.span, ref.start + start, stop - start, ref.where) for ref in inputs)
 
 
 def _source_refs(

@@ -27,7 +27,7 @@ offset  bytes  content
   tables count into), ``sha256`` (path -> hex, may be empty), ``warnings``, ``level``, ``chunk``
   (its bytes), ``base`` (null, or the base's ``name``, ``depth``: how many bases stand behind this
   file, ``chain_nbytes`` and ``full_nbytes``: stored bytes of those that lean on others, and of the
-  last).
+  last), ``numbers`` (path -> optimizer hyperparameter).
 - ``/files /spans /streams /chunks /refs /tensors /pieces /base_spans``: tables, see the dtypes in
   this module.
   A table is one zstd frame of its rows, transposed: the first byte of every row, the second...
@@ -45,7 +45,8 @@ tensor share, such as its row and column means. Spans lie in streams: span s is 
 in order, are the payload datasets laid end to end.
 A chunk's references (``refs`` of the chunk row; in order in ``/refs``) name byte ranges, each of at
 most four chunks' length, of spans of this file (``where`` 0) or of ``/base_spans`` (``where`` 1).
-References inside the file are acyclic, at most two deep.
+References inside the file are acyclic, at most four deep: a 16-bit weight leans on its master, that
+on its second moment, that on the first, and that on the means of its rows.
 
 **Checksums.** xxh3-64 of the stored bytes of each chunk; xxh3-128 of the original bytes of each
 span; of a file, xxh3-128 of its skeleton's digest and its spans' digests in order. With the user
@@ -79,6 +80,7 @@ VERSION = 1
 USER_BLOCK = 512
 NO_FILE = (1 << 32) - 1
 MAX_REFS = 6
+MAX_DEPTH = 4
 MAX_REF = 4 * CHUNK
 HEAD = struct.Struct("<8sIIQQ16s")
 HDF5_MAGIC = b"\x89HDF\r\n\x1a\n"
@@ -304,6 +306,7 @@ def _unpack_checkpoint(container: Container) -> Checkpoint:
         spans,
         tuple(tensors),
         tuple(meta["warnings"]),
+        numbers=meta["numbers"],
         is_directory=meta["directory"],
     )
 

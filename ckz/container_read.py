@@ -27,6 +27,7 @@ from ckz.container import (
     HEAD,
     KINDS,
     MAGIC,
+    MAX_DEPTH,
     MAX_REF,
     MAX_REFS,
     NO_FILE,
@@ -211,6 +212,7 @@ def _check_meta(path: Path, meta: Any) -> dict[str, Any]:
         "warnings": list,
         "level": str,
         "chunk": int,
+        "numbers": dict,
     }
     for key, kind in kinds.items():
         if type(meta[key]) is not kind:
@@ -218,6 +220,8 @@ def _check_meta(path: Path, meta: Any) -> dict[str, Any]:
     lists = [*meta["codecs"], *meta["dtypes"], *meta["packed"], *meta["warnings"]]
     if not all(isinstance(item, str) for item in lists):
         raise CorruptError(f"{path}: a list in the description holds something else than text")
+    if not all(type(number) in (int, float) for number in meta["numbers"].values()):
+        raise CorruptError(f"{path}: a hyperparameter in the description is no number")
     for text in meta["codecs"]:
         try:
             codecs.parse(text)
@@ -325,7 +329,7 @@ def _check_spans(path: Path, meta: dict[str, Any], tables: dict[str, Rows]) -> N
 
 
 def _check_refs(path: Path, tables: dict[str, Rows]) -> None:
-    """Check that references stay inside spans and form no cycle, at most two deep."""
+    """Check that references stay inside spans and form no cycle, a few deep."""
     chunks, spans, refs = tables["chunks"], tables["spans"], tables["refs"]
     counts = chunks["refs"].astype(np.int64)
     if np.any(counts > MAX_REFS) or counts.sum() != len(refs) or np.any(refs["where"] > 1):
@@ -349,14 +353,14 @@ def _check_refs(path: Path, tables: dict[str, Rows]) -> None:
     low = first_chunk[target["stream"]] + begin // CHUNK
     high = first_chunk[target["stream"]] + (begin + np.maximum(nbytes, 1) - 1) // CHUNK
     depth = np.zeros(len(chunks), np.int64)
-    depth[owner] = 3
-    for level in (1, 2):
+    depth[owner] = MAX_DEPTH + 1
+    for level in range(1, MAX_DEPTH + 1):
         # A range of at most MAX_REF bytes covers few chunks.
         reached = np.all([depth[np.minimum(low + k, high)] < level for k in range(6)], axis=0)
         ready = np.ones(len(chunks), bool)
         np.logical_and.at(ready, owner, reached)
-        depth[ready & (depth == 3)] = level
-    if np.any(depth == 3):
+        depth[ready & (depth > MAX_DEPTH)] = level
+    if np.any(depth > MAX_DEPTH):
         raise CorruptError(f"{path}: references run in a circle or too deep")
 
 

@@ -168,6 +168,7 @@ class Writer:
             "level": level,
             "chunk": CHUNK,
             "base": base,
+            "numbers": dict(checkpoint.numbers),
         }
         self._dataset("meta", [json.dumps(meta, sort_keys=True).encode()])
         for table in TABLES:

@@ -20,21 +20,23 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from ckz import atomic, kernels
 from ckz.casts import find_casts
-from ckz.chain import Snapshot, base_rows, open_decoder, open_snapshot
+from ckz.chain import Snapshot, base_rows, open_decoder, open_snapshot, open_spans
 from ckz.checking import check_crcs
 from ckz.checkpoint import Checkpoint
-from ckz.container import Container
+from ckz.container import Container, Ref
 from ckz.container_read import is_container, open_container
 from ckz.container_write import Writer
 from ckz.encoding import Encoder
 from ckz.errors import ChangedError, CkzError, CorruptError, IncompleteError, UnsupportedError
 from ckz.files import FileSet
 from ckz.formats import read_checkpoint
-from ckz.matching import match_base
+from ckz.matching import Lean, match_base
 from ckz.plan import make_plan, summary
+from ckz.replaying import Replay, find_replays
 from ckz.restore import Decoder, decode_all
 from ckz.workers import DEFAULT_MEMORY, in_order, start_workers
 
@@ -124,7 +126,8 @@ def compress(
         if snapshot and _anchors(snapshot, anchor):
             snapshot = None
         leans = match_base(checkpoint, snapshot.checkpoint) if snapshot else {}
-        plan = make_plan(checkpoint, level, find_casts(checkpoint), leans, codecs)
+        replays = _find_replays(checkpoint, snapshot, leans) if snapshot else {}
+        plan = make_plan(checkpoint, level, find_casts(checkpoint), leans, replays, codecs)
         if dry_run:
             report = _report(source, output, checkpoint, 0, began)
             return replace(report, plan=summary(plan, len(checkpoint.files)))
@@ -162,6 +165,23 @@ def compress(
                     pass
             _check_unchanged(checkpoint)
     return _report(source, output, checkpoint, stored, began, sums, state.roles)
+
+
+def _find_replays(
+    checkpoint: Checkpoint, snapshot: Snapshot, leans: dict[int, Lean]
+) -> dict[int, Replay]:
+    with open_spans(checkpoint) as read:
+
+        def read_ref(ref: Ref) -> npt.NDArray[np.uint8]:
+            out = np.empty(ref.nbytes, np.uint8)
+            if ref.where:
+                snapshot.read(ref.span, ref.start, out)
+            else:
+                read(ref.span - len(checkpoint.files), ref.start, out)
+            return out
+
+        numbers = snapshot.checkpoint.numbers, checkpoint.numbers
+        return find_replays(checkpoint, leans, numbers, read_ref)
 
 
 def _base_meta(snapshot: Snapshot | None, used: dict[int, int]) -> dict[str, object] | None:

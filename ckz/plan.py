@@ -23,6 +23,7 @@ from ckz.codecs.zstd import Zstd
 from ckz.container import Ref
 from ckz.errors import UsageError
 from ckz.matching import Lean
+from ckz.replaying import Replay
 from ckz.streams import Stream, build_streams
 
 LEVELS = ("fast", "default", "max")
@@ -67,11 +68,13 @@ class Candidate(NamedTuple):
     codec : its text.
     matrix : rows and columns of the stream's one tensor, for codecs that have a model of it.
     source : ranges that, laid end to end, the whole stream derives from.
+    inputs : ranges, each as long as the stream, that it is computed from element by element.
     """
 
     codec: str
     matrix: tuple[int, int] | None = None
     source: tuple[Ref, ...] = ()
+    inputs: tuple[Ref, ...] = ()
 
 
 class Plan(NamedTuple):
@@ -93,6 +96,7 @@ def make_plan(
     level: str = "default",
     casts: Mapping[int, tuple[Ref, ...]] | None = None,
     leans: Mapping[int, Lean] | None = None,
+    replays: Mapping[int, Replay] | None = None,
     choices: Mapping[str, str] | None = None,
 ) -> Plan:
     """Choose the codecs for everything in a checkpoint.
@@ -101,6 +105,7 @@ def make_plan(
     ----------
     casts : span -> the float32 ranges that it is the 16-bit cast of.
     leans : span -> what it continues in the base.
+    replays : span -> the optimizer step that makes it.
     choices : role -> the codec to take for it where it applies, by name.
 
     Raises
@@ -123,6 +128,8 @@ def make_plan(
             (casts or {}).get(span, ()),
             (leans or {}).get(span),
         )
+        if replay := (replays or {}).get(span):
+            found.insert(0, Candidate(replay.codec, inputs=replay.inputs))
         candidates.append(_chosen(found, stream, (choices or {}).get(stream.role)))
     return Plan(tuple(streams), tuple(candidates))
 

@@ -36,7 +36,7 @@ def tensor_values(
     for piece in tensor.pieces:
         span = checkpoint.spans[piece.span]
         data = _piece_bytes(span, piece, itemsize, read)
-        elements = _native(data, span.byteorder, tensor.dtype).view(bits)
+        elements = native(data, span.byteorder, tensor.dtype).view(bits)
         strides = [stride * itemsize for stride in piece.strides]
         box = np.lib.stride_tricks.as_strided(elements, piece.shape, strides, writeable=False)
         out[tuple(slice(a, a + n) for a, n in zip(piece.start, piece.shape, strict=True))] = box
@@ -54,20 +54,34 @@ def _piece_bytes(span: Span, piece: Piece, itemsize: int, read: ReadSpan) -> Byt
         return out
     stored = np.empty(span.nbytes, np.uint8)
     read(piece.span, 0, stored)
+    return unpacked(span, stored, piece.offset + nbytes)[piece.offset :]
+
+
+def unpacked(span: Span, stored: Bytes, nbytes: int) -> Bytes:
+    """Give the first ``nbytes`` of what a file packed itself, from the span's bytes.
+
+    Raises
+    ------
+    CorruptError
+        If they do not unpack to so much.
+    UnsupportedError
+        If they are packed in a way this installation cannot unpack.
+    """
     if span.packed != "deflate":
-        plain = hdf5_filters.unpack(stored.tobytes(), span.packed, piece.offset + nbytes)
-        return np.frombuffer(plain, np.uint8, nbytes, piece.offset)
+        return np.frombuffer(
+            hdf5_filters.unpack(stored.tobytes(), span.packed, nbytes), np.uint8, nbytes
+        )
     try:
         # The limit keeps a bomb from growing: no more comes out than the tensor needs.
-        plain = zlib.decompressobj(-zlib.MAX_WBITS).decompress(stored.data, piece.offset + nbytes)
+        plain = zlib.decompressobj(-zlib.MAX_WBITS).decompress(stored.data, nbytes)
     except zlib.error as err:
         raise CorruptError(f"deflated tensor data are damaged ({err})") from err
-    if len(plain) < piece.offset + nbytes:
+    if len(plain) < nbytes:
         raise CorruptError("deflated tensor data end early")
-    return np.frombuffer(plain, np.uint8, nbytes, piece.offset)
+    return np.frombuffer(plain, np.uint8, nbytes)
 
 
-def _native(data: Bytes, byteorder: str, dtype: str) -> Bytes:
+def native(data: Bytes, byteorder: str, dtype: str) -> Bytes:
     """Turn big-endian elements to little-endian ones; complex numbers are pairs."""
     width = ITEMSIZE[dtype] // (2 if dtype.startswith("complex") else 1)
     if byteorder == "<" or width == 1:

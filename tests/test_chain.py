@@ -289,3 +289,89 @@ def test_inspect_shows_the_chain(pair: tuple[Path, Path]) -> None:
         ("b.safetensors.ckz", 1),
         ("a.safetensors", 0),
     ]
+
+
+# -- one optimizer step apart ---------------------------------------------------------------------
+
+
+def train(
+    tmp_path: Path, optimizer: str, mixed: bool, schedule: bool, **options: object
+) -> list[Path]:
+    """Train a tiny model and save it after each of the last two steps, as people do."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(64, 128), torch.nn.LayerNorm(128), torch.nn.Linear(128, 64, bias=False)
+    )
+    adam = getattr(torch.optim, optimizer)(model.parameters(), lr=1e-3, **options)
+    decay = torch.optim.lr_scheduler.StepLR(adam, 1, 0.99)
+    paths = []
+    for step in range(6):
+        model(torch.randn(32, 64)).square().mean().backward()
+        adam.step()
+        if schedule:
+            decay.step()
+        adam.zero_grad()
+        if step >= 4:
+            weights = {k: v.bfloat16() if mixed else v for k, v in model.state_dict().items()}
+            state = {"model": weights, "optimizer": adam.state_dict(), "step": step}
+            if mixed:
+                state["master_params"] = model.state_dict()
+            paths.append(tmp_path / f"step_{step}.pt")
+            torch.save(state, paths[-1])
+    return paths
+
+
+@pytest.mark.parametrize("schedule", [False, True])
+@pytest.mark.parametrize(
+    ("optimizer", "options"),
+    [
+        ("AdamW", {"foreach": False}),
+        ("AdamW", {"foreach": True, "weight_decay": 0.1}),
+        ("AdamW", {"fused": True, "betas": (0.9, 0.95)}),
+        ("Adam", {}),
+        ("Adam", {"weight_decay": 0.01}),
+    ],
+)
+def test_one_step_costs_the_first_moment_only(
+    tmp_path: Path, optimizer: str, options: dict[str, object], schedule: bool
+) -> None:
+    before, after = train(tmp_path, optimizer, mixed=False, schedule=schedule, **options)
+    report = pipeline.compress(after, tmp_path / f"{after.name}.ckz", base=before)
+    share = {role: stored / raw for role, (raw, stored) in report.roles.items()}
+    assert share["weight"] < 0.1
+    assert share["variance"] < 0.12
+    assert restores(after)
+
+
+def test_one_step_of_a_mixed_precision_state(tmp_path: Path) -> None:
+    before, after = train(tmp_path, "AdamW", mixed=True, schedule=False)
+    compress(before)
+    packed = before.with_name(before.name + ".ckz")
+    alone = compress(after)
+    assert compress(after, packed) < 0.5 * alone
+    assert restores(after)
+
+
+def test_steps_in_a_chain(tmp_path: Path) -> None:
+    """Weights lean on weights, moments on moments, link after link."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(200, 100)
+    adam = torch.optim.AdamW(model.parameters())
+    base = None
+    for step in range(8):
+        model(torch.randn(16, 200)).square().mean().backward()
+        adam.step()
+        path = tmp_path / f"{step}.pt"
+        torch.save({"model": model.state_dict(), "optimizer": adam.state_dict()}, path)
+        compress(path, base, anchor=100)
+        base = path.with_name(path.name + ".ckz")
+    for other in tmp_path.glob("[0-6].pt"):
+        other.unlink()
+    assert restores(path)
+
+
+def test_a_step_of_another_optimizer_falls_back(tmp_path: Path) -> None:
+    before, after = train(tmp_path, "NAdam", mixed=False, schedule=False)
+    assert compress(after, before) <= compress(after) + 500
+    compress(after, before)
+    assert restores(after)

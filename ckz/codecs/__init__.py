@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from ckz.codecs.adam import AdamVariance, AdamWeight
 from ckz.codecs.bitmask import Bitmask
 from ckz.codecs.cast import Cast
 from ckz.codecs.planes import Planes
@@ -58,6 +59,8 @@ CODECS: dict[str, Any] = {
     "rowcol": RowCol,
     "cast": Cast,
     "ulp": Ulp,
+    "adam-weight": AdamWeight,
+    "adam-variance": AdamVariance,
     "bitmask": Bitmask,
     "xor": Xor,
 }

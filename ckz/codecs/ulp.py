@@ -50,31 +50,12 @@ class Ulp:
     def __post_init__(self) -> None:
         check_dtype(self.dtype)
 
-    @property
-    def _is_float(self) -> bool:
-        return EXPONENTS[self.dtype][2] > 0
-
-    def _classes(self, base: Words) -> tuple[Bytes, npt.NDArray[np.int64]]:
-        """Give the class of each element and where each class starts, once sorted."""
-        _, shift, width = EXPONENTS[self.dtype]
-        classes, counts = scratch("classes", base.size), np.empty(kernels.CLASSES, np.int64)
-        kernels.classes(base, shift, width, classes, counts)
-        return classes, np.concatenate([[0], np.cumsum(counts)])
-
     def encode(self, chunk: Bytes, refs: Sequence[Bytes] = (), at: int = 0) -> bytes | None:
         """Code the difference of a chunk to its references."""
         base = base_of(self.dtype, refs, chunk.size)
         if base is None:
             return None
-        zigzag, ordered = (scratch(key, base.size, base.dtype) for key in ("zigzag", "sorted"))
-        kernels.zigzag(chunk.view(base.dtype), base, self._is_float, zigzag)
-        classes, starts = self._classes(base)
-        kernels.scatter(zigzag, classes, starts, ordered)
-        coded = [
-            _encode_class(ordered[first:last])
-            for first, last in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)
-        ]
-        payload = b"".join([*(head for head, _ in coded), *(body for _, body in coded)])
+        payload = encode_difference(self.dtype, chunk.view(base.dtype), base)
         return payload if len(payload) < chunk.size else None
 
     def decode(self, payload: memoryview, refs: Sequence[Bytes], out: Bytes) -> None:
@@ -82,19 +63,55 @@ class Ulp:
         base = base_of(self.dtype, refs, out.size)
         if base is None:
             raise CorruptError("a difference needs references of its own size")
-        classes, starts = self._classes(base)
-        size = _CLASS.size * kernels.CLASSES
-        if len(payload) < size:
-            raise CorruptError("a difference lacks its header")
-        heads = list(_CLASS.iter_unpack(payload[:size]))
-        payload = payload[size:]
-        ordered, zigzag = (scratch(key, base.size, base.dtype) for key in ("sorted", "zigzag"))
-        for first, last, head in zip(starts[:-1].tolist(), starts[1:].tolist(), heads, strict=True):
-            payload = _decode_class(head, payload, ordered[first:last])
-        if len(payload):
-            raise CorruptError("a difference does not end where it should")
-        kernels.gather(ordered, classes, starts, zigzag)
-        kernels.add_zigzag(base, zigzag, self._is_float, out.view(base.dtype))
+        decode_difference(self.dtype, payload, base, out.view(base.dtype))
+
+
+def _classes(dtype: str, base: Words) -> tuple[Bytes, npt.NDArray[np.int64]]:
+    """Give the class of each element and where each class starts, once sorted."""
+    _, shift, width = EXPONENTS[dtype]
+    classes, counts = scratch("classes", base.size), np.empty(kernels.CLASSES, np.int64)
+    kernels.classes(base, shift, width, classes, counts)
+    return classes, np.concatenate([[0], np.cumsum(counts)])
+
+
+def _is_float(dtype: str) -> bool:
+    return EXPONENTS[dtype][2] > 0
+
+
+def encode_difference(dtype: str, current: Words, base: Words) -> bytes:
+    """Code elements as differences to others, both as unsigned bits."""
+    zigzag, ordered = (scratch(key, base.size, base.dtype) for key in ("zigzag", "sorted"))
+    kernels.zigzag(current, base, _is_float(dtype), zigzag)
+    classes, starts = _classes(dtype, base)
+    kernels.scatter(zigzag, classes, starts, ordered)
+    coded = [
+        _encode_class(ordered[first:last])
+        for first, last in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)
+    ]
+    return b"".join([*(head for head, _ in coded), *(body for _, body in coded)])
+
+
+def decode_difference(dtype: str, payload: memoryview, base: Words, out: Words) -> None:
+    """Undo ``encode_difference``.
+
+    Raises
+    ------
+    CorruptError
+        If the payload does not fit the base.
+    """
+    classes, starts = _classes(dtype, base)
+    size = _CLASS.size * kernels.CLASSES
+    if len(payload) < size:
+        raise CorruptError("a difference lacks its header")
+    heads = list(_CLASS.iter_unpack(payload[:size]))
+    payload = payload[size:]
+    ordered, zigzag = (scratch(key, base.size, base.dtype) for key in ("sorted", "zigzag"))
+    for first, last, head in zip(starts[:-1].tolist(), starts[1:].tolist(), heads, strict=True):
+        payload = _decode_class(head, payload, ordered[first:last])
+    if len(payload):
+        raise CorruptError("a difference does not end where it should")
+    kernels.gather(ordered, classes, starts, zigzag)
+    kernels.add_zigzag(base, zigzag, _is_float(dtype), out)
 
 
 def _shift_of(values: Words) -> int:

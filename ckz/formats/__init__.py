@@ -93,7 +93,13 @@ def read_checkpoint(path: Path, *, opaque: bool = False) -> Checkpoint:
         else:
             file, layout = _read_file(path, path.name, str(path), opaque=opaque)
             checkpoint = Checkpoint(
-                path, layout.format, (file,), *layout[1:3], layout.warnings, layout.missing
+                path,
+                layout.format,
+                (file,),
+                *layout[1:3],
+                layout.warnings,
+                layout.missing,
+                dict(layout.numbers),
             )
         return replace(checkpoint, tensors=assign_roles(checkpoint.tensors))
 

@@ -14,10 +14,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ckz.checkpoint import Checkpoint, File, Span, Tensor
-from ckz.formats import sharded
-from ckz.formats.layout import Directory, Layout
+from ckz.formats import dcp, deepspeed, hf_trainer, megatron, sharded
+from ckz.formats.layout import Directory, Layout, distinct
 
-ARRANGEMENTS: tuple[Callable[[Directory], Directory], ...] = (sharded.arrange,)
+ARRANGEMENTS: tuple[Callable[[Directory], Directory], ...] = (
+    sharded.arrange,
+    dcp.arrange,
+    deepspeed.arrange,
+    megatron.arrange,
+    hf_trainer.arrange,
+)
 
 
 def read(root: Path, read_file: Callable[[Path, str], tuple[File, Layout]]) -> Checkpoint:
@@ -41,7 +47,6 @@ def read(root: Path, read_file: Callable[[Path, str], tuple[File, Layout]]) -> C
             continue
         files.append(file)
         layouts.append(layout)
-        warnings.extend(f"{file.path}: {line}" for line in layout.warnings)
     found = Directory(root, tuple(files), tuple(layouts))
     for arrange in ARRANGEMENTS:
         found = arrange(found)
@@ -74,23 +79,33 @@ def _joined(found: Directory, warnings: list[str]) -> Checkpoint:
     with_tensors = [index for index, layout in enumerate(found.layouts) if layout.tensors]
     spans: list[Span] = []
     tensors: list[Tensor] = []
+    firsts: list[int] = []
     missing = list(found.missing)
     for index, (file, layout) in enumerate(zip(found.files, found.layouts, strict=True)):
         first = len(spans)
+        firsts.append(first)
         plain = index in found.named or len(with_tensors) == 1
         spans.extend(span._replace(file=index) for span in layout.spans)
         for tensor in layout.tensors:
             pieces = tuple(piece._replace(span=piece.span + first) for piece in tensor.pieces)
             name = tensor.name if plain else f"{file.path}:{tensor.name}"
             tensors.append(tensor._replace(name=name, pieces=pieces))
+        warnings.extend(f"{file.path}: {line}" for line in layout.warnings)
         missing.extend(f"{file.path}: {line}" for line in layout.missing)
+    for tensor, places in found.scattered:
+        pieces = tuple(
+            piece._replace(span=piece.span + firsts[place])
+            for piece, place in zip(tensor.pieces, places, strict=True)
+        )
+        tensors.append(tensor._replace(pieces=pieces))
     return Checkpoint(
         found.root,
         found.format,
         found.files,
         tuple(spans),
-        tuple(tensors),
+        tuple(distinct(tensors)),
         tuple(warnings),
         tuple(missing),
+        {path: value for layout in found.layouts for path, value in layout.numbers},
         is_directory=True,
     )

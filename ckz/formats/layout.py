@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,6 +18,7 @@ class Layout(NamedTuple):
     spans : with ``file`` 0, ordered by offset; may be empty (everything is skeleton).
     tensors : in the file's own order; piece spans index into ``spans``.
     warnings, missing : one line each, without the file's name.
+    numbers : path and value of optimizer hyperparameters.
     """
 
     format: str
@@ -25,6 +26,20 @@ class Layout(NamedTuple):
     tensors: tuple[Tensor, ...] = ()
     warnings: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
+    numbers: tuple[tuple[str, float], ...] = ()
+
+
+class Scattered(NamedTuple):
+    """A tensor that lies in files of a directory, in as many as it likes.
+
+    Attributes
+    ----------
+    tensor : the span of each piece is numbered within the layout of that piece's file.
+    files : the file of each piece, as an index into ``Directory.files``.
+    """
+
+    tensor: Tensor
+    files: tuple[int, ...]
 
 
 class Directory(NamedTuple):
@@ -39,6 +54,7 @@ class Directory(NamedTuple):
     named : files whose tensors have the names that the whole checkpoint gives them; those of
         others are told apart by their files.
     missing : one line each.
+    scattered : tensors besides those of ``layouts``, by the names that the checkpoint gives them.
     """
 
     root: Path
@@ -47,6 +63,7 @@ class Directory(NamedTuple):
     format: str = "directory"
     named: frozenset[int] = frozenset()
     missing: tuple[str, ...] = ()
+    scattered: tuple[Scattered, ...] = ()
 
 
 def order_spans(
@@ -59,3 +76,22 @@ def order_spans(
         tensor._replace(pieces=tuple(p._replace(span=place[p.span]) for p in tensor.pieces))
         for tensor in tensors
     )
+
+
+def distinct(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Tell tensors of one name apart: ``w``, ``w#2``, ``w#3``."""
+    taken = {tensor.name for tensor in tensors}
+    if len(taken) == len(tensors):
+        yield from tensors
+        return
+    count: dict[str, int] = {}
+    for tensor in tensors:
+        seen = count[tensor.name] = count.get(tensor.name, 0) + 1
+        if seen == 1:
+            yield tensor
+            continue
+        while (name := f"{tensor.name}#{seen}") in taken:
+            seen += 1
+        count[tensor.name] = seen
+        taken.add(name)
+        yield tensor._replace(name=name)

@@ -81,12 +81,12 @@ class _Walk:
         if type(value) is PersistentId:
             self._add(name, View(value, 0, (_numel(value),), (1,)))
         elif type(value) is Call:
-            func, args = _unwrapped(value)
-            view = _view(func, args)
+            func, args = unwrapped(value)
+            view = view_of(func, args)
             if view is not None:
                 self._add(name, view)
             if view is None or not _is_plain(value):
-                self._descend(value, _below(value, func, args), name, depth)
+                self._descend(value, below(value, func, args), name, depth)
         else:
             self._descend(value, enumerate(value), name, depth)
 
@@ -103,7 +103,7 @@ class _Walk:
         for part, child in below:
             self._steps += 1
             if type(child) in _HOLDERS and self._steps < _LAST_STEP:
-                self._visit(child, _join(name, part), depth + 1)
+                self._visit(child, joined(name, part), depth + 1)
         self._above.discard(key)
 
     def _add(self, name: str | None, view: View) -> None:
@@ -121,7 +121,7 @@ def _numel(persistent: PersistentId) -> Any:
     return value[5][2] if len(value) > 5 and type(value[5]) is tuple else value[4]
 
 
-def _join(name: str | None, part: Any) -> str | None:
+def joined(name: str | None, part: Any) -> str | None:
     if part is None:
         return name
     text = part if type(part) is str else key_text(part)
@@ -146,7 +146,7 @@ def _short(parts: tuple[Any, ...]) -> bool:
     return all(type(part) is not int or part.bit_length() < 1024 for part in parts)
 
 
-def _unwrapped(call: Call) -> tuple[Any, tuple[Any, ...]]:
+def unwrapped(call: Call) -> tuple[Any, tuple[Any, ...]]:
     """Give function and arguments of the call that makes a tensor, below that of its type."""
     func, args = call.func, call.args
     while _torch_name(func) in _TYPED and len(args) > 2 and type(args[2]) is tuple:
@@ -158,7 +158,7 @@ def _torch_name(func: Any) -> str:
     return func.name if type(func) is Global and func.module.startswith("torch") else ""
 
 
-def _view(func: Any, args: tuple[Any, ...]) -> View | None:
+def view_of(func: Any, args: tuple[Any, ...]) -> View | None:
     """Give the view that a call makes, if it is one of those that make one."""
     name = _torch_name(func)
     if name == "_rebuild_tensor_v2" and len(args) >= 6:
@@ -182,7 +182,7 @@ def _is_plain(call: Call) -> bool:
     )
 
 
-def _below(call: Call, func: Any, args: tuple[Any, ...]) -> Iterator[tuple[Any, Any]]:
+def below(call: Call, func: Any, args: tuple[Any, ...]) -> Iterator[tuple[Any, Any]]:
     """Give what lies in an object, with its part of the name; None where it has none."""
     name = _torch_name(func)
     if name in ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3"):

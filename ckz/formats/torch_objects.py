@@ -6,12 +6,13 @@ Nothing here knows how a file holds its storages.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ckz.checkpoint import ITEMSIZE, MAX_RANK, Piece, Span, Tensor, coding_dtype
 from ckz.errors import CorruptError
-from ckz.formats.layout import Layout
+from ckz.formats.hyperparameters import numbers_of
+from ckz.formats.layout import Layout, distinct
 from ckz.formats.pickle_warnings import warnings_of
 from ckz.formats.pickles import Call, Global, PersistentId, Pickle
 from ckz.formats.torch_names import View, key_text, named_views
@@ -133,11 +134,12 @@ def torch_layout(
     return Layout(
         "torch",
         tuple(spans),
-        tuple(_distinct(tensors)),
+        tuple(distinct(tensors)),
         tuple(
             line for pickle in pickles.values() for line in warnings_of(pickle.globals, _is_safe)
         ),
         tuple(missing),
+        tuple(number for pickle in pickles.values() for number in numbers_of(pickle.value)),
     )
 
 
@@ -158,12 +160,12 @@ def _is_safe(name: Global) -> bool:
     if name.module == "torch._utils":
         return name.name.startswith("_rebuild_")
     is_tensor = name.name.endswith(("Storage", "Tensor"))
-    return (name.module == "torch" and (is_tensor or _dtype(name) is not None)) or (
+    return (name.module == "torch" and (is_tensor or dtype_of(name) is not None)) or (
         name.module in ("torch.cuda", "torch.sparse", "torch.cuda.sparse") and is_tensor
     )
 
 
-def _dtype(name: Any) -> str | None:
+def dtype_of(name: Any) -> str | None:
     """Give the dtype that a global of the module ``torch`` stands for."""
     if not isinstance(name, Global) or name.module != "torch":
         return None
@@ -190,7 +192,7 @@ def _tensor(file: str, name: str, view: View, nbytes: int, place: int) -> Tensor
     """Check a view and place it in its storage, the span ``place`` of ``nbytes`` bytes."""
     persistent, storage_type = view.storage.value, view.storage.value[1].name
     class_dtype = _STORAGE_DTYPES[storage_type]
-    dtype = class_dtype if view.dtype is None else _dtype(view.dtype)
+    dtype = class_dtype if view.dtype is None else dtype_of(view.dtype)
     if dtype is None:
         raise CorruptError(f"{file}: tensor {name!r} is of an unknown dtype")
     shape, strides, offset, start = _sizes(view.shape), _sizes(view.strides), view.offset, 0
@@ -228,6 +230,14 @@ def _part(file: str, name: str, part: Any, itemsize: int, nbytes: int) -> tuple[
     raise CorruptError(f"{file}: tensor {name!r} lies in a part outside of its storage")
 
 
+def shape_of(value: Any) -> tuple[int, ...] | None:
+    """Give the shape that a ``torch.Size``, a tuple or a list in a pickle stands for, if any."""
+    sizes = _sizes(value)
+    if len(sizes) > MAX_RANK or not _are_indices((*sizes, 0)) or math.prod(sizes) >= _MAX_INDEX:
+        return None
+    return sizes
+
+
 def _sizes(value: Any) -> tuple[Any, ...]:
     """Give a shape as a tuple; some files hold ``torch.Size`` or a list."""
     if type(value) is tuple:
@@ -262,22 +272,3 @@ def _span(storage: Storage, dtype: str) -> Span:
         dtype = "bytes"
     offset, stored, _, byteorder, packed, crc32 = storage
     return Span(0, offset, stored, dtype, byteorder, packed, crc32)
-
-
-def _distinct(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Tell tensors of one name apart: ``w``, ``w#2``, ``w#3``."""
-    taken = {tensor.name for tensor in tensors}
-    if len(taken) == len(tensors):
-        yield from tensors
-        return
-    count: dict[str, int] = {}
-    for tensor in tensors:
-        seen = count[tensor.name] = count.get(tensor.name, 0) + 1
-        if seen == 1:
-            yield tensor
-            continue
-        while (name := f"{tensor.name}#{seen}") in taken:
-            seen += 1
-        count[tensor.name] = seen
-        taken.add(name)
-        yield tensor._replace(name=name)
