@@ -153,6 +153,15 @@ class File(NamedTuple):
     target: str = ""
 
 
+class Sum(NamedTuple):
+    """A CRC-32 that a file states of a range of its bytes, where that is no span."""
+
+    file: int
+    offset: int
+    nbytes: int
+    crc32: int
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """A checkpoint on disk, as a reader sees it.
@@ -164,6 +173,7 @@ class Checkpoint:
     spans : ordered by (file, offset), without overlap.
     warnings : one line each, for the user.
     missing : what the checkpoint names but lacks, one line each.
+    sums : checksums of ranges that were cut into several spans.
     numbers : optimizer hyperparameters by their path, e.g. ``optimizer.param_groups.0.lr``.
     """
 
@@ -175,6 +185,7 @@ class Checkpoint:
     warnings: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
     numbers: Mapping[str, float] = field(default_factory=dict)
+    sums: tuple[Sum, ...] = ()
     is_directory: bool = field(default=False)
 
     @property

@@ -25,13 +25,13 @@ import numpy.typing as npt
 from ckz import atomic, kernels
 from ckz.casts import find_casts
 from ckz.chain import Snapshot, base_rows, open_decoder, open_snapshot, open_spans
-from ckz.checking import check_crcs
+from ckz.checking import check_crcs, check_sums, check_unchanged
 from ckz.checkpoint import Checkpoint
 from ckz.container import Container, Ref
 from ckz.container_read import is_container, open_container
 from ckz.container_write import Writer
 from ckz.encoding import Encoder
-from ckz.errors import ChangedError, CkzError, CorruptError, IncompleteError, UnsupportedError
+from ckz.errors import CkzError, CorruptError, IncompleteError, UnsupportedError
 from ckz.files import FileSet
 from ckz.formats import read_checkpoint
 from ckz.matching import Lean, match_base
@@ -144,7 +144,9 @@ def compress(
                 writer.add_chunk(coded.codec, coded.payload, coded.raw, coded.checksum, coded.refs)
                 state.add(coded.role, coded.raw * coded.original, len(coded.payload))
             sums = hashes.result() if hashes else {}
-            _check_unchanged(checkpoint)
+            if not accept_bad_crc:
+                check_sums(checkpoint, workers)
+            check_unchanged(checkpoint)
             stored = writer.finish(
                 checkpoint,
                 encoder.streams,
@@ -163,7 +165,7 @@ def compress(
             ):
                 for _ in decode_all(decoder, workers):
                     pass
-            _check_unchanged(checkpoint)
+            check_unchanged(checkpoint)
     return _report(source, output, checkpoint, stored, began, sums, state.roles)
 
 
@@ -371,7 +373,7 @@ def _verify_source(
     with start_workers(threads, memory) as workers:
         for nbytes in check_crcs(checkpoint, workers):
             state.add("", nbytes, 0)
-    _check_unchanged(checkpoint)
+    check_unchanged(checkpoint)
     return _report(path, "", checkpoint, checkpoint.nbytes, began)
 
 
@@ -419,17 +421,6 @@ class _Progress:
     def __str__(self) -> str:
         estimate = self._stored * self._total // max(1, self._done)
         return f"about {max(estimate, self._stored)} bytes needed"
-
-
-def _check_unchanged(checkpoint: Checkpoint) -> None:
-    for index, file in enumerate(checkpoint.files):
-        if file.kind == "file":
-            stat = checkpoint.path_of(index).stat()
-            if (stat.st_size, stat.st_mtime_ns) != (file.size, file.mtime_ns):
-                raise ChangedError(
-                    f"{checkpoint.path_of(index)}: changed while it was read; try again when "
-                    "nothing writes to it"
-                )
 
 
 def _mode(source: Path, target: Path) -> int:

@@ -107,5 +107,6 @@ def _joined(found: Directory, warnings: list[str]) -> Checkpoint:
         tuple(warnings),
         tuple(missing),
         {path: value for layout in found.layouts for path, value in layout.numbers},
+        tuple(s._replace(file=i) for i, layout in enumerate(found.layouts) for s in layout.sums),
         is_directory=True,
     )

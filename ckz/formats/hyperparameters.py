@@ -22,7 +22,9 @@ def numbers_of(value: Any) -> list[tuple[str, float]]:
     The search is bounded: in a huge or hostile pickle some may be missed.
     """
     found: list[tuple[str, float]] = []
-    stack: list[tuple[str, Any, int]] = [("", value, 0)]
+    stack: list[tuple[str, Any, int]] = []
+    if isinstance(value, Call | list | tuple):
+        stack.append(("", value, 0))
     seen: set[int] = set()
     steps = 0
     while stack and len(found) < _MAX_FOUND:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from ckz.checkpoint import File, Span, Tensor
+from ckz.checkpoint import File, Span, Sum, Tensor
 
 
 class Layout(NamedTuple):
@@ -19,6 +19,7 @@ class Layout(NamedTuple):
     tensors : in the file's own order; piece spans index into ``spans``.
     warnings, missing : one line each, without the file's name.
     numbers : path and value of optimizer hyperparameters.
+    sums : checksums that the file states of ranges that are no span, with ``file`` 0.
     """
 
     format: str
@@ -27,6 +28,7 @@ class Layout(NamedTuple):
     warnings: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
     numbers: tuple[tuple[str, float], ...] = ()
+    sums: tuple[Sum, ...] = ()
 
 
 class Scattered(NamedTuple):

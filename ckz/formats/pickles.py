@@ -151,12 +151,15 @@ def _run(data: bytes, name: str) -> Pickle:
     persistent: list[PersistentId] = []
     stream = io.BytesIO(data)
     uint32 = struct.Struct("<I").unpack_from
-    blocks = sys.getallocatedblocks()
+    # A byte makes a few objects at most; and counting takes long where there are many already.
+    counted = len(data) > _MAX_OBJECTS // 8
+    blocks = sys.getallocatedblocks() if counted else 0
     protocol = 0
     at = 0
     try:
         while True:
-            if sys.getallocatedblocks() - blocks + len(memo) + len(stack) > _MAX_OBJECTS:
+            made = sys.getallocatedblocks() - blocks if counted else 0
+            if made + len(memo) + len(stack) > _MAX_OBJECTS:
                 raise UnsupportedError(f"{name}: its pickle describes too many objects to read")
             for _ in range(1 << 18):
                 op = data[at]

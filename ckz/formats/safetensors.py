@@ -102,6 +102,12 @@ def read(source: Source) -> Layout:
     )
 
 
+def read_metadata(source: Source) -> dict[str, Any]:
+    """Give what a file says about itself besides its tensors; errors are as those of ``read``."""
+    metadata = _header(source)[0].get(_METADATA)
+    return metadata if isinstance(metadata, dict) else {}
+
+
 def _header(source: Source) -> tuple[dict[str, Any], int]:
     """Read the header; give it and where the tensors' bytes begin."""
     if source.size < 8:

@@ -7,6 +7,8 @@ of elements as 8 bytes, and the elements, all little-endian whatever the machine
 
 from __future__ import annotations
 
+from typing import Any
+
 from ckz.checkpoint import ITEMSIZE
 from ckz.errors import CorruptError, UnsupportedError
 from ckz.formats.layout import Layout
@@ -36,16 +38,7 @@ def read(source: Source) -> Layout:
     UnsupportedError
         If the format's version is not 1001.
     """
-    at = 0
-    pickles: list[Pickle] = []
-    for _ in range(5):
-        pickles.append(read_pickle(source, at))
-        at += pickles[-1].end
-    magic, version, _, objects, keys = pickles
-    if magic.value != _MAGIC or version.value != _VERSION:
-        raise UnsupportedError(f"{source.name}: is of an unknown version of torch's old format")
-    if not isinstance(keys.value, list):
-        raise CorruptError(f"{source.name}: its list of storages is damaged")
+    objects, keys, at = _pickles(source)
     dtypes = storage_dtypes(objects)
     storages: dict[str, Storage] = {}
     for key in keys.value:
@@ -66,3 +59,23 @@ def read(source: Source) -> Layout:
             warnings=(*layout.warnings, f"{source.size - at} bytes follow its last storage")
         )
     return layout
+
+
+def read_object(source: Source) -> Any:
+    """Give the object that such a file describes, as inert records; errors are as ``read``'s."""
+    return _pickles(source)[0].value
+
+
+def _pickles(source: Source) -> tuple[Pickle, Pickle, int]:
+    """Read the objects and the keys of the storages, and give where what follows begins."""
+    at = 0
+    pickles: list[Pickle] = []
+    for _ in range(5):
+        pickles.append(read_pickle(source, at))
+        at += pickles[-1].end
+    magic, version, _, objects, keys = pickles
+    if magic.value != _MAGIC or version.value != _VERSION:
+        raise UnsupportedError(f"{source.name}: is of an unknown version of torch's old format")
+    if not isinstance(keys.value, list):
+        raise CorruptError(f"{source.name}: its list of storages is damaged")
+    return objects, keys, at

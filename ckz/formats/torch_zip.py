@@ -9,9 +9,11 @@ means may hold them compressed.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from ckz.errors import CorruptError, UnsupportedError
+from ckz.formats import zips
 from ckz.formats.layout import Layout
 from ckz.formats.pickles import MAX_PICKLE, Pickle, parse
 from ckz.formats.torch_objects import Storage, torch_layout
@@ -43,10 +45,7 @@ def read_members(source: Source, members: Sequence[Member]) -> Layout:
         If a member is compressed otherwise than by deflate.
     """
     table = {member.name: member for member in members}
-    pickled = [name for name in table if name.rpartition("/")[2] == _PICKLE]
-    if not pickled:
-        raise UnsupportedError(f"{source.name}: a zip file without {_PICKLE} is not torch's")
-    root = min(pickled, key=lambda name: (name.count("/"), name)).removesuffix(_PICKLE)
+    root = _root(source, table)
     byteorder = _byteorder(source, table.get(f"{root}byteorder"))
     warnings: list[str] = []
     pickles: dict[str, Pickle] = {}
@@ -64,6 +63,26 @@ def read_members(source: Source, members: Sequence[Member]) -> Layout:
             storages[prefixes[folder]][key] = _storage(source, member, byteorder)
     layout = torch_layout(source.name, pickles, storages)
     return layout._replace(warnings=(*warnings, *layout.warnings))
+
+
+def read_object(source: Source) -> Any:
+    """Give the object that a torch zip file's pickle describes, as inert records.
+
+    Raises
+    ------
+    CorruptError, UnsupportedError
+        As ``read_members``, and if the file is no such zip.
+    """
+    table = {member.name: member for member in zips.members(source)}
+    return _pickle(source, table[_root(source, table) + _PICKLE]).value
+
+
+def _root(source: Source, table: Mapping[str, Member]) -> str:
+    """Give the folder that all members of torch's lie in."""
+    pickled = [name for name in table if name.rpartition("/")[2] == _PICKLE]
+    if not pickled:
+        raise UnsupportedError(f"{source.name}: a zip file without {_PICKLE} is not torch's")
+    return min(pickled, key=lambda name: (name.count("/"), name)).removesuffix(_PICKLE)
 
 
 def _storage(source: Source, member: Member, byteorder: str) -> Storage:
