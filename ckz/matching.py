@@ -1,13 +1,14 @@
 """Which tensor of a base each tensor of a checkpoint continues.
 
-By name first, then by order among tensors of one dtype, shape and role (renamed, re-sharded). What
-is wrong about a pair costs bytes, never correctness: the encoder measures on samples whether a
-difference pays.
+By name first, then by order among tensors of one dtype, shape and role (renamed, re-sharded), then
+by place (parts of tensors that lie in several files). What is wrong about a pair costs bytes, never
+correctness: the encoder measures on samples whether a difference pays.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+import re
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -15,6 +16,8 @@ from ckz.checkpoint import Checkpoint, Tensor
 from ckz.container import Ref
 from ckz.runs import runs_of, whole_span
 from ckz.streams import SMALL
+
+_NUMBER = re.compile(r"\d+")
 
 
 class Lean(NamedTuple):
@@ -33,14 +36,16 @@ def match_base(checkpoint: Checkpoint, base: Checkpoint) -> dict[int, Lean]:
     as long as the span, unless the tensor grew or shrank by rows, or had another dtype.
     """
     found: dict[int, Lean] = {}
-    theirs = {_plain(t.name): t for t in base.tensors if t.pieces and not t.transform}
+    theirs = {t.name: t for t in base.tensors if t.pieces and not t.transform}
+    plain = Counter(_plain(name) for name in theirs)
+    by_plain = {_plain(name): name for name in theirs if plain[_plain(name)] == 1}
     taken: set[str] = set()
     left: list[tuple[int, Tensor]] = []
     for span, tensor in _whole_tensors(checkpoint):
-        other = theirs.get(_plain(tensor.name))
-        if other is not None and (refs := _continued(base, tensor, other)):
-            found[span] = Lean(other.dtype, refs)
-            taken.add(_plain(tensor.name))
+        name = tensor.name if tensor.name in theirs else by_plain.get(_plain(tensor.name), "")
+        if name and (refs := _continued(base, tensor, theirs[name])):
+            found[span] = Lean(theirs[name].dtype, refs)
+            taken.add(name)
         else:
             left.append((span, tensor))
     kinds: dict[tuple[str, tuple[int, ...], str], deque[Tensor]] = defaultdict(deque)
@@ -52,7 +57,32 @@ def match_base(checkpoint: Checkpoint, base: Checkpoint) -> dict[int, Lean]:
         other = kind.popleft() if kind else None
         if other is not None and (refs := _continued(base, tensor, other)):
             found[span] = Lean(other.dtype, refs)
+    theirs_by_place = _by_place(base)
+    for place, span in _by_place(checkpoint).items():
+        if span not in found and place in theirs_by_place:
+            number = theirs_by_place[place]
+            whole = base.spans[number]
+            found[span] = Lean(whole.dtype, (Ref(number, 0, whole.nbytes, where=1),))
     return found
+
+
+def _by_place(checkpoint: Checkpoint) -> dict[tuple[str, str, int, int], int]:
+    """Number large spans by where they stand: file, dtype, size, and rank among such.
+
+    So the parts of a tensor that lies in several files find those of the save before. Numbers in
+    directory names are steps, and do not count.
+    """
+    places: dict[tuple[str, str, int, int], int] = {}
+    ranks: Counter[tuple[str, str, int]] = Counter()
+    for number, span in enumerate(checkpoint.spans):
+        if span.nbytes >= SMALL and span.byteorder == "<" and not span.packed:
+            folder, _, name = checkpoint.files[span.file].path.rpartition("/")
+            single = not checkpoint.is_directory
+            path = "" if single else f"{_NUMBER.sub('#', folder)}/{name}"
+            kind = path, span.dtype, span.nbytes
+            places[*kind, ranks[kind]] = number
+            ranks[kind] += 1
+    return places
 
 
 def _plain(name: str) -> str:

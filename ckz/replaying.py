@@ -103,10 +103,15 @@ def _triples(checkpoint: Checkpoint) -> Iterator[_Triple]:
         if span is not None and tensor.dtype == "float32" and tensor.nbytes >= SMALL:
             spans[tensor.name] = span
             by_name[tensor.name] = tensor
+    # Every rank numbers its own parameters.
+    ranks: dict[str, list[Tensor]] = {}
+    for tensor in checkpoint.tensors:
+        ranks.setdefault(tensor.name.rpartition(":")[0], []).append(tensor)
     state: dict[str, dict[str, str]] = {}
-    for name, weight in match_optimizer(checkpoint.tensors).items():
-        if name in by_name:
-            state.setdefault(weight, {})[by_name[name].role] = name
+    for tensors in ranks.values():
+        for name, weight in match_optimizer(tensors).items():
+            if name in by_name:
+                state.setdefault(weight, {})[by_name[name].role] = name
     for weight, named in state.items():
         named.setdefault("master", weight)
         if all(named.get(role) in spans for role in ("master", "momentum", "variance")):

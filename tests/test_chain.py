@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -375,3 +376,36 @@ def test_a_step_of_another_optimizer_falls_back(tmp_path: Path) -> None:
     assert compress(after, before) <= compress(after) + 500
     compress(after, before)
     assert restores(after)
+
+
+def test_ranks_of_a_directory_keep_to_themselves(tmp_path: Path) -> None:
+    """Every rank has the same names; each is compared with itself."""
+    roots = [tmp_path / name for name in ("iter_0000010", "iter_0000020")]
+    arrays = [first(seed) for seed in (1, 2)]
+    for root in roots:
+        for rank in (0, 1):
+            (root / f"rank_{rank}").mkdir(parents=True)
+            save(root / f"rank_{rank}" / "model.safetensors", arrays[rank])
+            arrays[rank] = later(arrays[rank], rank)
+    packed = tmp_path / "x.ckz"
+    alone = pipeline.compress(roots[1], packed).stored_nbytes
+    delta = pipeline.compress(roots[1], packed, base=roots[0], force=True, verify=True)
+    assert delta.stored_nbytes < 0.75 * alone
+
+
+def test_parts_of_a_tensor_find_the_save_before(tmp_path: Path) -> None:
+    """Spans whose tensors lie in pieces are compared by place."""
+    from ckz.formats import read_checkpoint
+    from ckz.matching import match_base
+
+    paths = [save(tmp_path / f"{n}.safetensors", {"w": first(n)["frozen"]}) for n in (1, 2)]
+    old, new = (read_checkpoint(path) for path in paths)
+    whole = new.tensors[0].pieces[0]
+    rows = whole.shape[0] // 2
+    halves = [
+        whole._replace(shape=(rows, *whole.shape[1:]), offset=k * rows * 400, start=(k * rows, 0))
+        for k in (0, 1)
+    ]
+    cut = dataclasses.replace(new, tensors=(new.tensors[0]._replace(pieces=tuple(halves)),))
+    leans = match_base(cut, old)
+    assert leans[0].refs[0].nbytes == new.spans[0].nbytes
