@@ -13,12 +13,14 @@ import subprocess
 import sys
 import sysconfig
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from torch import nn
 
 STEPS = 60
+SAVES = (50, 59, 60)
 BATCH, CONTEXT, WIDTH, LAYERS, HEADS = 16, 64, 256, 4, 4
 VOCABULARY = 256  # bytes
 
@@ -52,8 +54,8 @@ class Model(nn.Module):
         return self.head(self.norm(x))
 
 
-def train() -> dict[str, object]:
-    """Train on the standard library's sources; give the training state."""
+def train() -> Iterator[tuple[int, dict[str, object]]]:
+    """Train on the standard library's sources; give the training state when it is to be saved."""
     torch.manual_seed(0)
     sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     text = torch.frombuffer(
@@ -74,13 +76,17 @@ def train() -> dict[str, object]:
         scheduler.step()
         if step == 1 or step % 10 == 0:
             print(f"step {step:3}  loss {loss.item():.3f}  {time.monotonic() - started:4.1f} s")
-    return {
-        "model": model.state_dict(),
-        "optimizer": optimizer.state_dict(),
-        "scheduler": scheduler.state_dict(),
-        "rng": torch.get_rng_state(),
-        "step": STEPS,
-    }
+        if step in SAVES:
+            yield (
+                step,
+                {
+                    "model": model.state_dict(),
+                    "optimizer": optimizer.state_dict(),
+                    "scheduler": scheduler.state_dict(),
+                    "rng": torch.get_rng_state(),
+                    "step": step,
+                },
+            )
 
 
 def ckz(*arguments: str) -> None:
@@ -99,14 +105,16 @@ def main() -> None:
     """Run the demonstration; exit with 1 if a byte differs."""
     shutil.rmtree(DIRECTORY, ignore_errors=True)
     (DIRECTORY / "restored").mkdir(parents=True)
-    state = train()
+    for step, state in train():
+        torch.save(state, DIRECTORY / f"step_{step}.pt")
     weights = {name: value.bfloat16() for name, value in state["model"].items()}
-    torch.save(state, DIRECTORY / "training.pt")
     torch.save(weights, DIRECTORY / "weights_bf16.pt")
-    saved = ["training.pt", "weights_bf16.pt"]
+    saved = ["step_50.pt", "weights_bf16.pt", "step_59.pt", "step_60.pt"]
 
-    ckz("compress", *saved)
-    ckz("inspect", "training.pt.ckz")
+    ckz("compress", *saved[:2])
+    ckz("inspect", "step_50.pt.ckz")
+    ckz("compress", "step_59.pt", "--base", "step_50.pt.ckz")
+    ckz("compress", "step_60.pt", "--base", "step_59.pt.ckz")
     ckz("verify", "--data", *(f"{name}.ckz" for name in saved))
     ckz("decompress", "-o", "restored", *(f"{name}.ckz" for name in saved))
 
