@@ -8,7 +8,7 @@ READY  := $(VENV)/ready
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help install demo test test-all test-gpu lint format bench docs docs-check fixtures data build ci clean
+.PHONY: help install demo test test-all test-gpu lint format bench peers docs docs-check fixtures data build ci clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -32,7 +32,7 @@ test: $(READY) ## run the tests but the slow ones
 	$(BIN)/python -m pytest -m 'not slow and not gpu'
 
 test-all: $(READY) ## run all tests but those for a GPU
-	$(BIN)/python -m pytest -m 'not gpu'
+	HYPOTHESIS_PROFILE=ci $(BIN)/python -m pytest -m 'not gpu'
 
 test-gpu: $(READY) ## run the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu
@@ -46,8 +46,12 @@ format: $(READY) ## mend style
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(READY) data ## measure sizes and speeds on real checkpoints
-	$(BIN)/python scripts/bench.py
+bench: $(READY) data ## measure codecs and whole commands; with the rivals after `make peers`
+	$(BIN)/python scripts/bench_codecs.py
+	$(BIN)/python scripts/bench_files.py
+
+peers: $(READY) ## install rivals for `make bench` and `ckz bench --peers`, each in its own venv
+	$(BIN)/python scripts/peers.py
 
 docs: $(READY) ## write the generated parts of README.md anew
 	$(BIN)/python scripts/docs.py
@@ -71,7 +75,7 @@ build: $(READY) ## build the wheel and run it in a clean environment
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir build/dist .
 	$(PYTHON) -m venv build/clean
 	build/clean/bin/python -m pip install --quiet build/dist/ckz-*.whl
-	cd build/clean && bin/ckz -h && bin/python -m ckz --version
+	cd build/clean && bin/ckz -h && bin/ckz compress pyvenv.cfg && bin/ckz verify --data pyvenv.cfg.ckz
 
 # pytest comes last: its closing line ends the log.
 ci: lint docs-check build test ## what CI runs

@@ -1,8 +1,8 @@
 """Add fixtures to tests/fixtures/v1: files that exist are never written again.
 
 Fixtures defend the format: what an older ckz wrote must be read, and what is broken must be
-refused, by every later one. A good one is a container and the sha256 of what it restores to; the bad and the
-unsupported ones are a good one with a single thing changed.
+refused, by every later one. A good one is a container and the sha256 of what it restores to; the
+bad and the unsupported ones are a good one with a single thing changed.
 """
 
 from __future__ import annotations
