@@ -12,7 +12,6 @@ from ckz.source import open_source
 from ckz.streams import CHUNK
 from ckz.workers import Workers, in_order
 
-
 _FAULT = (
     "CRC mismatch, the file is damaged or was written without checksums; "
     "--accept-bad-crc stores it as it is"

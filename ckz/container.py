@@ -43,9 +43,9 @@ tensor share, such as its row and column means. Spans lie in streams: span s is 
 ``at + nbytes`` of its stream, and the spans of a stream tile it. A stream is cut into chunks of
 ``chunk`` bytes, the last one shorter. Chunks stand in stream order; the stored bytes of all chunks,
 in order, are the payload datasets laid end to end.
-A chunk's references (``refs`` of the chunk row; in order in ``/refs``) name byte ranges, each of at
-most four chunks' length, of spans of this file (``where`` 0) or of ``/base_spans`` (``where`` 1).
-References inside the file are acyclic, at most four deep: a 16-bit weight leans on its master, that
+A chunk's references (``refs`` of the chunk row, 1024 at most; in order in ``/refs``) name byte
+ranges, each of at most four chunks' length, of spans of this file (``where`` 0) or of
+``/base_spans`` (``where`` 1). References inside the file are acyclic, at most four deep: a 16-bit weight leans on its master, that
 on its second moment, that on the first, and that on the means of its rows.
 
 **Checksums.** xxh3-64 of the stored bytes of each chunk; xxh3-128 of the original bytes of each
@@ -79,7 +79,7 @@ MAGIC = b"\x89CKZ\r\n\x1a\n"
 VERSION = 1
 USER_BLOCK = 512
 NO_FILE = (1 << 32) - 1
-MAX_REFS = 6
+MAX_REFS = 1024
 MAX_DEPTH = 4
 MAX_REF = 4 * CHUNK
 HEAD = struct.Struct("<8sIIQQ16s")
@@ -105,7 +105,7 @@ SPANS = np.dtype(
 )
 STREAMS = np.dtype([("nbytes", "<u8"), ("chunks", "<u4"), ("role", "u1")])
 CHUNKS = np.dtype(
-    [("stored", "<u4"), ("raw", "<u4"), ("codec", "<u2"), ("refs", "u1"), ("checksum", "<u8")]
+    [("stored", "<u4"), ("raw", "<u4"), ("codec", "<u2"), ("refs", "<u2"), ("checksum", "<u8")]
 )
 REFS = np.dtype([("where", "u1"), ("span", "<u4"), ("start", "<u8"), ("nbytes", "<u4")])
 TENSORS = np.dtype(

@@ -91,11 +91,11 @@ def _plain(name: str) -> str:
 
 
 def _whole_tensors(checkpoint: Checkpoint) -> Iterator[tuple[int, Tensor]]:
-    """Give tensors that fill a span alone and have a stream of their own."""
+    """Give tensors that fill a span alone."""
     seen: set[int] = set()
     for tensor in checkpoint.tensors:
         span = whole_span(checkpoint, tensor)
-        if span is not None and span not in seen and tensor.nbytes >= SMALL:
+        if span is not None and span not in seen:
             seen.add(span)
             yield span, tensor
 

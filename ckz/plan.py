@@ -115,7 +115,14 @@ def make_plan(
     """
     if level not in LEVELS:
         raise UsageError(f"level {level!r} does not exist; there are {', '.join(LEVELS)}")
-    streams = build_streams(checkpoint)
+    leans = leans or {}
+    exact = {
+        span
+        for span, lean in leans.items()
+        if lean.dtype == checkpoint.spans[span].dtype
+        and sum(ref.nbytes for ref in lean.refs) == checkpoint.spans[span].nbytes
+    }
+    streams = build_streams(checkpoint, exact)
     matrices = _matrices(checkpoint) if level != "fast" else {}
     nfiles = len(checkpoint.files)
     candidates = []
@@ -126,12 +133,24 @@ def make_plan(
             level,
             matrices.get(span),
             (casts or {}).get(span, ()),
-            (leans or {}).get(span),
+            _lean_of(stream, nfiles, leans, exact),
         )
         if replay := (replays or {}).get(span):
             found.insert(0, Candidate(replay.codec, inputs=replay.inputs))
         candidates.append(_chosen(found, stream, (choices or {}).get(stream.role)))
     return Plan(tuple(streams), tuple(candidates))
+
+
+def _lean_of(
+    stream: Stream, nfiles: int, leans: Mapping[int, Lean], exact: set[int]
+) -> Lean | None:
+    """Give what a stream continues: its one span's base, or that of all its small spans."""
+    spans = [part.span - nfiles for part in stream.parts]
+    if len(spans) == 1:
+        return leans.get(spans[0])
+    if not exact.issuperset(spans):
+        return None
+    return Lean(stream.dtype, tuple(ref for span in spans for ref in leans[span].refs))
 
 
 def summary(plan: Plan, nfiles: int) -> tuple[tuple[str, str, int], ...]:

@@ -27,8 +27,9 @@ Floats = npt.NDArray[np.float32]
 ReadRef = Callable[[Ref], npt.NDArray[np.uint8]]
 
 _SAMPLE = 4096
-# Where fewer elements of a sample come out exactly, it is no step of this optimizer.
-_MIN_EXACT = 0.5
+# Where fewer elements of a sample come out exactly, it is no step of this optimizer. Whether a
+# replay pays is decided by its cost.
+_MIN_EXACT = 0.05
 _MAX_CANDIDATES = 256
 
 

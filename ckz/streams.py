@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from ckz.checkpoint import Checkpoint, Span
@@ -102,8 +102,12 @@ def span_roles(checkpoint: Checkpoint) -> list[str]:
     return roles
 
 
-def build_streams(checkpoint: Checkpoint) -> list[Stream]:
+def build_streams(checkpoint: Checkpoint, leaning: Collection[int] = ()) -> list[Stream]:
     """Group what a checkpoint consists of into streams.
+
+    Parameters
+    ----------
+    leaning : spans that lean on a base; small ones are not grouped with others.
 
     Small spans of one dtype, byte order and role share a stream, as small skeletons do: 100,000
     tensors of 64 bytes cost no chunk each.
@@ -115,16 +119,17 @@ def build_streams(checkpoint: Checkpoint) -> list[Stream]:
         for span, role in zip(checkpoint.spans, roles, strict=True)
     ]
     streams: list[Stream] = []
-    small: dict[tuple[str, str, str, bool], list[Part]] = {}
+    small: dict[tuple[str, str, str, bool, bool], list[Part]] = {}
     for part, kind in zip(parts_of(checkpoint), kinds, strict=True):
         if part.nbytes == 0:
             continue
         skeleton = part.span < nfiles
         if part.nbytes < (CHUNK if skeleton else SMALL):
-            small.setdefault((*kind, skeleton), []).append(part)
+            leans = part.span - nfiles in leaning
+            small.setdefault((*kind, skeleton, leans), []).append(part)
         else:
             streams.append(Stream((part,), part.nbytes, *kind))
-    for (dtype, byteorder, role, _), parts in small.items():
+    for (dtype, byteorder, role, *_), parts in small.items():
         nbytes = sum(part.nbytes for part in parts)
         streams.append(Stream(tuple(parts), nbytes, dtype, byteorder, role))
     return streams

@@ -33,6 +33,8 @@ _ESCAPE = 255
 # Symbols that say little are given as a bitmap and the others: a Huffman code has a floor of a bit.
 _PLAIN, _BITMAP = 0, 1
 _SAMPLE = 1024
+# Elements -> bits of the class to drop: a class costs its header and its Huffman code.
+_COARSE = ((1 << 15, 0), (1 << 12, 1), (1 << 10, 2), (0, 4))
 _CLASS = struct.Struct("<IBBI")
 
 
@@ -69,9 +71,10 @@ class Ulp:
 def _classes(dtype: str, base: Words) -> tuple[Bytes, npt.NDArray[np.int64]]:
     """Give the class of each element and where each class starts, once sorted."""
     _, shift, width = EXPONENTS[dtype]
+    coarse = next(coarse for size, coarse in _COARSE if base.size >= size)
     classes, counts = scratch("classes", base.size), np.empty(kernels.CLASSES, np.int64)
-    kernels.classes(base, shift, width, classes, counts)
-    return classes, np.concatenate([[0], np.cumsum(counts)])
+    kernels.classes(base, shift, width, coarse, classes, counts)
+    return classes, np.concatenate([[0], np.cumsum(counts[: max(1, kernels.CLASSES >> coarse)])])
 
 
 def _is_float(dtype: str) -> bool:
@@ -100,7 +103,7 @@ def decode_difference(dtype: str, payload: memoryview, base: Words, out: Words) 
         If the payload does not fit the base.
     """
     classes, starts = _classes(dtype, base)
-    size = _CLASS.size * kernels.CLASSES
+    size = _CLASS.size * (len(starts) - 1)
     if len(payload) < size:
         raise CorruptError("a difference lacks its header")
     heads = list(_CLASS.iter_unpack(payload[:size]))

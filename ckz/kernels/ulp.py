@@ -2,7 +2,8 @@
 
 Bits become *ordered* integers: the magnitude of negative patterns is flipped, so that neighbouring
 floats are neighbouring numbers. Differences wrap and are zigzagged: 0, -1, 1, -2, ... become 0, 1,
-2, 3, ... An element's *class* is how far its base's exponent lies below a chunk's largest one.
+2, 3, ... An element's *class* is how far its base's exponent lies below a chunk's largest one; the
+*coarse* lowest bits of that are dropped.
 """
 
 from __future__ import annotations
@@ -83,7 +84,12 @@ def _add_zigzag_body(base: Words, zigzag: Words, is_float: bool, out: Words) -> 
 
 
 def _classes_numpy(
-    base: Words, shift: int, width: int, out: npt.NDArray[np.uint8], counts: npt.NDArray[np.int64]
+    base: Words,
+    shift: int,
+    width: int,
+    coarse: int,
+    out: npt.NDArray[np.uint8],
+    counts: npt.NDArray[np.int64],
 ) -> None:
     exponent = scratch("exponents", base.size, base.dtype)
     np.right_shift(base, shift, out=exponent)
@@ -91,22 +97,28 @@ def _classes_numpy(
     np.subtract(exponent.max(initial=0), exponent, out=exponent)
     np.minimum(exponent, CLASSES - 1, out=exponent)
     out[:] = exponent
+    np.right_shift(out, coarse, out=out)
     for c in range(CLASSES):
         counts[c] = np.count_nonzero(out == c)
 
 
 def _classes_body(
-    base: Words, shift: int, width: int, out: npt.NDArray[np.uint8], counts: npt.NDArray[np.int64]
+    base: Words,
+    shift: int,
+    width: int,
+    coarse: int,
+    out: npt.NDArray[np.uint8],
+    counts: npt.NDArray[np.int64],
 ) -> None:
     mask = (1 << width) - 1
     top: Any = 0
     for i in range(base.size):
         top = max(top, np.int64(base[i]) >> shift & mask)
-    counts[:] = 0
     for i in range(base.size):
-        c: Any = min(top - (np.int64(base[i]) >> shift & mask), CLASSES - 1)
-        out[i] = c
-        counts[c] += 1
+        out[i] = min(top - (np.int64(base[i]) >> shift & mask), CLASSES - 1) >> coarse
+    counts[:] = 0
+    for i in range(out.size):
+        counts[out[i]] += 1
 
 
 def _scatter_numpy(values: Words, classes: npt.NDArray[np.uint8], starts: Any, out: Words) -> None:
