@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from ckz import codecs
-from ckz.checkpoint import Checkpoint, contiguous_strides
+from ckz.checkpoint import ITEMSIZE, Checkpoint, contiguous_strides
 from ckz.codecs.bitmask import Bitmask
 from ckz.codecs.cast import Cast
 from ckz.codecs.planes import Planes
@@ -197,7 +197,8 @@ def _candidates(
     if stream.dtype in _PLANES:
         found.append(Candidate(codecs.spec(Planes(_PLANES[stream.dtype], stream.byteorder))))
     else:
-        found.append(Candidate(codecs.spec(Zstd(_ZSTD_LEVEL[level]))))
+        width = ITEMSIZE[stream.dtype]
+        found.append(Candidate(codecs.spec(Zstd(_ZSTD_LEVEL[level], shuffle=width))))
     return found
 
 

@@ -2,7 +2,8 @@
 
 Two runs, at several distances: a fine-tune of MiniLM that ``finetune.py`` really makes (once; it is
 kept in ``build/delta``), and slices of a GPT trained in mixed precision, from ``../shared/data``
-if that is there. ``make data`` fetches MiniLM, ``make peers`` installs the rivals.
+if that is there: small tensors, so what a file or a chunk costs whatever its size weighs more.
+``make data`` fetches MiniLM, ``make peers`` installs the rivals.
 
 Sizes are of whole files, with all that a tool adds; lmz's is what an archive of the base grows by.
 Speeds are bytes of the later checkpoint per CPU second, in one thread, medians of interleaved
@@ -160,11 +161,12 @@ def run_codec(codec: codecs.Codec, chunks: Chunks) -> Trial:
         payload = codec.encode(chunk, [base])
         there += time.thread_time() - began
         stored += chunk.size if payload is None else len(payload)
-        if payload is None:
-            continue
         view = out[: chunk.size]
         began = time.thread_time()
-        codec.decode(memoryview(payload), [base], view)
+        if payload is None:
+            view[:] = chunk
+        else:
+            codec.decode(memoryview(payload), [base], view)
         back += time.thread_time() - began
         if not np.array_equal(view, chunk):
             sys.exit(f"{codecs.spec(codec)} does not give a chunk back")
@@ -181,11 +183,12 @@ def static_bound(dtype: str, target: np.ndarray, base: np.ndarray) -> float:
     zigzag = difference << 1 ^ difference >> 63
     length = np.frexp(zigzag.astype(np.float64))[1].astype(np.int64)
     uncoded = np.maximum(length - 8, 0) if itemsize > 2 else np.zeros_like(length)
-    symbols = uncoded << 32 | zigzag >> uncoded
+    symbols = uncoded << 8 | zigzag >> uncoded
     exponents = bits[1] >> shift & (1 << width) - 1
     total = float(uncoded.sum())
     for exponent in np.unique(exponents):
-        counts = np.unique(symbols[exponents == exponent], return_counts=True)[1]
+        counts = np.bincount(symbols[exponents == exponent])
+        counts = counts[counts > 0]
         total -= float((counts * np.log2(counts / counts.sum())).sum())
     return total
 
@@ -205,7 +208,7 @@ def measure(pair: Pair, rounds: int) -> Result:
         for name, trial in (found | {c.name: run_codec(c, chunks) for c in own}).items():
             trials.setdefault(name, []).append(trial)
     medians = {
-        name: Trial(several[0].stored, *(median(times) for times in list(zip(*several))[1:]))
+        name: Trial(several[0].stored, *map(median, list(zip(*several, strict=True))[1:]))
         for name, several in trials.items()
     }
     return Result(

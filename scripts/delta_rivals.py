@@ -2,7 +2,7 @@
 
 ZipNN and z4ai are called from buffer to buffer in their own environments (``make peers``), lmz in
 its own on files, which is all that it offers; zstd is the system's command. Each runs once, in one
-thread, and must give the same bytes back. Times are CPU seconds.
+thread, and must give the same bytes back. Times are CPU seconds. A rival that fails is left out.
 """
 
 from __future__ import annotations
@@ -111,7 +111,9 @@ def run_rivals(base: Path, target: Path, dtype: str, scratch: Path) -> dict[str,
             command = [python, "-I", "-c", _DRIVER % _DRIVERS[name], base, target, work, dtype]
             done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
             if done.returncode:
-                sys.exit(f"{name}, {target}: {(done.stderr.strip() or 'failed')[-300:]}")
+                said = done.stderr.strip() or f"ended with code {done.returncode}"
+                print(f"{name}, {target}: {said[-300:]}", file=sys.stderr)
+                continue
             found[name] = Trial(*json.loads(done.stdout.splitlines()[-1]))
     return found
 

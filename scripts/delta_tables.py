@@ -75,8 +75,8 @@ class State(NamedTuple):
 
 
 def speed(nbytes: int, seconds: float) -> float:
-    """Give MB/s; 0 where nothing was done."""
-    return nbytes / 1e6 / seconds if seconds else 0.0
+    """Give MB/s."""
+    return nbytes / 1e6 / seconds
 
 
 def bars_of(result: Result) -> list[Bar]:
@@ -178,7 +178,7 @@ def _codec_sizes(result: Result) -> list[int]:
 def _speeds(nbytes: int, trial: Trial | None) -> str:
     if trial is None:
         return "-"
-    return " / ".join(f"{speed(nbytes, s):.0f}" if s else "-" for s in trial[1:])
+    return " / ".join(f"{speed(nbytes, seconds):.0f}" for seconds in trial[1:])
 
 
 def lines_of(results: Sequence[Result], states: Sequence[State]) -> list[tuple[object, ...]]:

@@ -156,4 +156,6 @@ def write_part(source: Path, target: Path, *names: str) -> None:
     part = torch.load(source, weights_only=True)
     for name in names:
         part = part[name]
-    save_file(part, target)
+    half = target.with_suffix(".half")
+    save_file(part, half)
+    half.rename(target)

@@ -92,7 +92,7 @@ def test_planes_are_exact_on_special_values(values: list[float]) -> None:
 @given(
     data=st.binary(max_size=300),
     repeat=st.integers(1, 60),
-    codec=st.sampled_from([*PLANES, Zstd(), Zstd(19)]),
+    codec=st.sampled_from([*PLANES, Zstd(), Zstd(19), Zstd(1, 2), Zstd(3, 8)]),
 )
 def test_any_bytes_come_back(data: bytes, repeat: int, codec: codecs.Codec) -> None:
     round_trip(codec, np.frombuffer(data * repeat, np.uint8))
@@ -135,7 +135,9 @@ def test_planes_reach_the_entropy_of_normal_weights() -> None:
     assert fp32 < 0.834
 
 
-@pytest.mark.parametrize("codec", [*PLANES, Zstd(7), codecs.parse("raw"), codecs.parse("same")])
+@pytest.mark.parametrize(
+    "codec", [*PLANES, Zstd(7), Zstd(shuffle=8), codecs.parse("raw"), codecs.parse("same")]
+)
 def test_codec_texts_read_back(codec: codecs.Codec) -> None:
     assert codecs.parse(codecs.spec(codec)) == codec
 
@@ -332,3 +334,8 @@ def test_damaged_differences_never_crash(flip: int, cut: int) -> None:
     payload[flip // 8 % len(payload)] ^= 1 << flip % 8
     with contextlib.suppress(CorruptError):
         Ulp("float32").decode(memoryview(payload), [base], np.empty(12_000, np.uint8))
+
+
+def test_integers_are_smaller_by_planes() -> None:
+    chunk = (np.arange(50_000, dtype="<i8") * 977 % 1_000_003).view(np.uint8)
+    assert round_trip(Zstd(shuffle=8), chunk) < 0.8 * round_trip(Zstd(), chunk)

@@ -81,19 +81,35 @@ def decompress_into(frame: memoryview | bytes, out: Bytes) -> None:
 
 @dataclass(frozen=True)
 class Zstd:
-    """One zstd frame; ``level`` as zstd counts."""
+    """One zstd frame; ``level`` as zstd counts.
+
+    With ``shuffle`` the first bytes of all elements of so many bytes come first, then the second
+    ones: integers have their information in few of them. What is no whole element follows.
+    """
 
     name: ClassVar[str] = "zstd"
     level: int = 3
+    shuffle: int = 1
 
     def __post_init__(self) -> None:
-        if not 1 <= self.level <= 22:
-            raise ValueError("zstd levels are 1 to 22")
+        if not (1 <= self.level <= 22 and 1 <= self.shuffle <= 16):
+            raise ValueError("zstd levels are 1 to 22, elements have 1 to 16 bytes")
 
     def encode(self, chunk: Bytes, refs: Sequence[Bytes] = (), at: int = 0) -> bytes:
         """Compress one chunk."""
-        return compress(chunk, self.level)
+        if self.shuffle == 1:
+            return compress(chunk, self.level)
+        body = chunk.size // self.shuffle * self.shuffle
+        planes = chunk[:body].reshape(-1, self.shuffle).T
+        return compress(planes.tobytes() + chunk[body:].tobytes(), self.level)
 
     def decode(self, payload: memoryview, refs: Sequence[Bytes], out: Bytes) -> None:
         """Decompress one chunk."""
-        decompress_into(payload, out)
+        if self.shuffle == 1:
+            decompress_into(payload, out)
+            return
+        plain = np.empty(out.size, np.uint8)
+        decompress_into(payload, plain)
+        body = out.size // self.shuffle * self.shuffle
+        out[:body].reshape(-1, self.shuffle)[:] = plain[:body].reshape(self.shuffle, -1).T
+        out[body:] = plain[body:]
