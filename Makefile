@@ -8,11 +8,11 @@ READY  := $(VENV)/ready
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help install demo test test-all test-gpu lint format bench peers docs docs-check fixtures data build ci clean
+.PHONY: help install demo test test-all test-formats test-gpu lint format bench peers docs docs-check fixtures data build ci clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: $(READY) ## make .venv with ckz and what its development needs
 
@@ -29,10 +29,22 @@ demo: $(READY) ## train a small model, save it, compress it, get the same bytes 
 	$(BIN)/python scripts/demo.py
 
 test: $(READY) ## run the tests but the slow ones
-	$(BIN)/python -m pytest -m 'not slow and not gpu'
+	$(BIN)/python -m pytest -m 'not slow and not gpu and not formats'
 
-test-all: $(READY) ## run all tests but those for a GPU
-	HYPOTHESIS_PROFILE=ci $(BIN)/python -m pytest -m 'not gpu'
+test-all: $(READY) ## run all tests but those for a GPU or for other frameworks
+	HYPOTHESIS_PROFILE=ci $(BIN)/python -m pytest -m 'not gpu and not formats'
+
+test-formats: build/formats/ready ## run the tests that need other frameworks, with all of these
+	build/formats/bin/python -m pytest -m formats
+
+# DeepSpeed compiles nothing when it is installed so; where it does not install, its tests are skipped.
+build/formats/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv --clear build/formats
+	build/formats/bin/python -m pip install --quiet --editable '.[dev]' setuptools wheel \
+		accelerate gguf keras lightning torchao transformers
+	DS_BUILD_OPS=0 build/formats/bin/python -m pip install --quiet --no-build-isolation deepspeed || \
+		echo 'DeepSpeed does not install here: its tests are skipped'
+	@touch $@
 
 test-gpu: $(READY) ## run the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu
