@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
@@ -31,6 +32,10 @@ _SAMPLE = 4096
 # replay pays is decided by its cost.
 _MIN_EXACT = 0.05
 _MAX_CANDIDATES = 256
+# Parameters of one size that are tried for moments which may belong to any of them.
+_MAX_WEIGHTS = 64
+
+_MOMENT = re.compile(r"exp_avg(_sq)?|(first|second)_moment|(?<![a-z])[mv](?![a-z])")
 
 
 class Replay(NamedTuple):
@@ -40,12 +45,12 @@ class Replay(NamedTuple):
     inputs: tuple[Ref, Ref, Ref]
 
 
-class _Triple(NamedTuple):
-    """Spans of a parameter and its two moments."""
+class _Moments(NamedTuple):
+    """Spans of two moments, and of the parameters that they may belong to."""
 
-    weight: int
     first: int
     second: int
+    weights: tuple[int, ...]
 
 
 def find_replays(
@@ -70,22 +75,24 @@ def find_replays(
     betas = sorted({(step["beta1"], step["beta2"]) for step in steps})
     nfiles = len(checkpoint.files)
     found: dict[int, Replay] = {}
-    for triple in _triples(checkpoint):
-        if not all(_whole_lean(checkpoint, leans, span) for span in triple):
+    for first, second, weights in _moments(checkpoint):
+        weights = tuple(w for w in weights if w not in found and _leans(checkpoint, leans, w))
+        if not (_leans(checkpoint, leans, first) and _leans(checkpoint, leans, second)):
             continue
-        nbytes = checkpoint.spans[triple.weight].nbytes
-        weight, first, second = (leans[span].refs[0] for span in triple)
-        now = [Ref(nfiles + span, 0, nbytes) for span in triple]
-        inputs = second, first, now[1]
-        if codec := _best_variance(betas, inputs, now[2], read):
-            found[triple.second] = Replay(codecs.spec(codec), inputs)
-        inputs = weight, now[1], now[2]
-        if step := _best_weight(steps, inputs, now[0], read):
-            found[triple.weight] = Replay(codecs.spec(step), inputs)
+        nbytes = checkpoint.spans[first].nbytes
+        now_first, now_second = (Ref(nfiles + span, 0, nbytes) for span in (first, second))
+        inputs = leans[second].refs[0], leans[first].refs[0], now_first
+        if codec := _best_variance(betas, inputs, now_second, read):
+            found[second] = Replay(codecs.spec(codec), inputs)
+        for weight in weights[:_MAX_WEIGHTS]:
+            inputs = leans[weight].refs[0], now_first, now_second
+            if step := _best_weight(steps, inputs, Ref(nfiles + weight, 0, nbytes), read):
+                found[weight] = Replay(codecs.spec(step), inputs)
+                break
     return found
 
 
-def _whole_lean(checkpoint: Checkpoint, leans: Mapping[int, Lean], span: int) -> bool:
+def _leans(checkpoint: Checkpoint, leans: Mapping[int, Lean], span: int) -> bool:
     lean = leans.get(span)
     return (
         lean is not None
@@ -95,30 +102,52 @@ def _whole_lean(checkpoint: Checkpoint, leans: Mapping[int, Lean], span: int) ->
     )
 
 
-def _triples(checkpoint: Checkpoint) -> Iterator[_Triple]:
-    """Pair float32 parameters, or the masters of 16-bit ones, with their moments."""
+def _moments(checkpoint: Checkpoint) -> Iterator[_Moments]:
+    """Pair moments with the float32 parameters, or masters of 16-bit ones, that they are of.
+
+    Where neither name nor order tells (a safetensors file lists parameters by name, the optimizer
+    beside it by number), all parameters of the size without moments of their own may be meant.
+    """
     spans: dict[str, int] = {}
     by_name: dict[str, Tensor] = {}
     for tensor in checkpoint.tensors:
         span = whole_span(checkpoint, tensor)
         if span is not None and tensor.dtype == "float32" and tensor.nbytes >= SMALL:
-            spans[tensor.name] = span
+            spans.setdefault(tensor.name, span)
             by_name[tensor.name] = tensor
     # Every rank numbers its own parameters.
     ranks: dict[str, list[Tensor]] = {}
     for tensor in checkpoint.tensors:
         ranks.setdefault(tensor.name.rpartition(":")[0], []).append(tensor)
-    state: dict[str, dict[str, str]] = {}
-    for tensors in ranks.values():
-        for name, weight in match_optimizer(tensors).items():
-            if name in by_name:
-                state.setdefault(weight, {})[by_name[name].role] = name
-    for weight, named in state.items():
-        named.setdefault("master", weight)
-        if all(named.get(role) in spans for role in ("master", "momentum", "variance")):
-            triple = _Triple(*(spans[named[role]] for role in ("master", "momentum", "variance")))
-            if len({checkpoint.spans[span].nbytes for span in triple}) == 1:
-                yield triple
+    weight_of = {
+        state: weight
+        for tensors in ranks.values()
+        for state, weight in match_optimizer(tensors).items()
+    }
+    master_of = {w: name for name, w in weight_of.items() if _role_of(by_name, name) == "master"}
+    first_of = {_stem(t.name): t for t in by_name.values() if t.role == "momentum"}
+    taken = set(weight_of.values()) | set(master_of.values())
+    free: dict[tuple[int, ...], list[int]] = {}
+    for tensor in by_name.values():
+        if tensor.role in ("weight", "master") and tensor.name not in taken:
+            free.setdefault(tensor.shape, []).append(spans[tensor.name])
+    for second in by_name.values():
+        first = first_of.get(_stem(second.name)) if second.role == "variance" else None
+        if first is None or first.shape != second.shape:
+            continue
+        weight = weight_of.get(second.name, "")
+        weight = master_of.get(weight, weight)
+        weights = (spans[weight],) if weight in spans else tuple(free.get(second.shape, ()))
+        yield _Moments(spans[first.name], spans[second.name], weights)
+
+
+def _role_of(by_name: Mapping[str, Tensor], name: str) -> str:
+    return by_name[name].role if name in by_name else ""
+
+
+def _stem(name: str) -> str:
+    """Name a parameter's state without which moment it is."""
+    return _MOMENT.sub("*", name)
 
 
 def _steps(

@@ -409,3 +409,29 @@ def test_parts_of_a_tensor_find_the_save_before(tmp_path: Path) -> None:
     cut = dataclasses.replace(new, tensors=(new.tensors[0]._replace(pieces=tuple(halves)),))
     leans = match_base(cut, old)
     assert leans[0].refs[0].nbytes == new.spans[0].nbytes
+
+
+def test_a_step_of_a_directory_whose_optimizer_numbers_otherwise(tmp_path: Path) -> None:
+    """A safetensors file lists parameters by name, the optimizer beside it by number."""
+    torch.manual_seed(0)
+    layers = {name: torch.nn.Linear(64, 64, bias=False) for name in ("b", "c", "a")}
+    model = torch.nn.ModuleDict(layers)
+    adam = torch.optim.AdamW(model.parameters())
+    roots = []
+    for step in range(4):
+        x = torch.randn(16, 64)
+        for layer in layers.values():
+            x = layer(x).tanh()
+        x.square().mean().backward()
+        adam.step()
+        adam.zero_grad()
+        root = tmp_path / f"checkpoint-{step}"
+        root.mkdir()
+        weights = {k: v.numpy().copy() for k, v in sorted(model.state_dict().items())}
+        safetensors.numpy.save_file(weights, root / "model.safetensors")
+        torch.save(adam.state_dict(), root / "optimizer.pt")
+        roots.append(root)
+    report = pipeline.compress(roots[3], tmp_path / "x.ckz", base=roots[2], verify=True)
+    share = {role: stored / raw for role, (raw, stored) in report.roles.items()}
+    assert share["weight"] < 0.1
+    assert share["variance"] < 0.2
