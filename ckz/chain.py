@@ -30,7 +30,9 @@ from ckz.values import ReadSpan
 
 Bytes = npt.NDArray[np.uint8]
 
-MAX_DEPTH = 1000
+# Every link is a few calls deep, and Python has room for a thousand.
+MAX_DEPTH = 64
+_HINT = "; name the base with --base"
 
 
 class Snapshot(NamedTuple):
@@ -57,8 +59,19 @@ class Snapshot(NamedTuple):
 
 
 @contextmanager
-def open_snapshot(path: Path, *, base: Path | None = None, level: int = 0) -> Iterator[Snapshot]:
+def open_snapshot(
+    path: Path,
+    *,
+    base: Path | None = None,
+    base_dir: Path | None = None,
+    level: int = 0,
+    failed: set[Path] | None = None,
+) -> Iterator[Snapshot]:
     """Open a source or a .ckz, with its bases, for reading spans.
+
+    Parameters
+    ----------
+    base, base_dir : as those of ``open_decoder``.
 
     Raises
     ------
@@ -76,7 +89,9 @@ def open_snapshot(path: Path, *, base: Path | None = None, level: int = 0) -> It
             yield Snapshot(path, checkpoint, digests, read, 0, 0, checkpoint.nbytes, skeletons)
             return
         container = stack.enter_context(open_container(path))
-        decoder = stack.enter_context(open_decoder(container, base=base, level=level))
+        decoder = stack.enter_context(
+            open_decoder(container, base=base, base_dir=base_dir, level=level, failed=failed)
+        )
         digests, read = partial(_stored_digests, container), partial(_read_span, decoder)
         depth, chain, full = 0, 0, container.nbytes
         if base_meta := container.meta["base"]:
@@ -135,7 +150,12 @@ def base_rows(snapshot: Snapshot, used: dict[int, int]) -> list[tuple[int, bytes
 
 @contextmanager
 def open_decoder(
-    container: Container, *, base: Path | None = None, base_dir: Path | None = None, level: int = 0
+    container: Container,
+    *,
+    base: Path | None = None,
+    base_dir: Path | None = None,
+    level: int = 0,
+    failed: set[Path] | None = None,
 ) -> Iterator[Decoder]:
     """Open what a container leans on, and give a decoder for it.
 
@@ -143,6 +163,8 @@ def open_decoder(
     ----------
     base : the base, if it is known; else it is looked for, by content, in ``base_dir`` and
         beside the container.
+    level, failed : how deep in a chain this is, and what could not be opened there; a search that
+        tried again at every level would never end.
 
     Raises
     ------
@@ -154,20 +176,29 @@ def open_decoder(
         return
     if level >= MAX_DEPTH:
         raise BaseError(f"{container.path}: leans on more than {MAX_DEPTH} bases")
-    with ExitStack() as stack:
-        faults: list[str] = []
-        for path in [base] if base else _places(container, base_dir):
+    failed = set() if failed is None else failed
+    name = Path(container.meta["base"]["name"]).name
+    fault = f"{container.path}: no file beside it holds its base, {name!r}"
+    for path in [base] if base else _places(container, base_dir):
+        if path.resolve() in failed:
+            continue
+        with ExitStack() as stack:
             try:
-                snapshot = stack.enter_context(open_snapshot(path, level=level + 1))
+                if base is None and is_container(path):
+                    _check_digests(container, path)
+                opened = open_snapshot(path, level=level + 1, failed=failed)
+                snapshot = stack.enter_context(opened)
                 where = _locate(container, snapshot)
             except (CkzError, OSError) as err:
-                faults.append(str(err))
+                failed.add(path.resolve())
+                if base or path.name in (name, f"{name}.ckz"):
+                    # What a base of the base lacks says so itself.
+                    own = isinstance(err, BaseError)
+                    fault = str(err) if own else f"{container.path}: its base: {err}"
                 continue
             yield Decoder(container, _reader(container, snapshot, where))
             return
-        name = container.meta["base"]["name"]
-        fault = faults[0] if faults else f"no file beside it holds its base ({name!r})"
-        raise BaseError(f"{container.path}: {fault}; name the base with --base")
+    raise BaseError(f"{fault.removesuffix(_HINT)}{_HINT}")
 
 
 def _places(container: Container, base_dir: Path | None) -> Iterator[Path]:
@@ -182,6 +213,19 @@ def _places(container: Container, base_dir: Path | None) -> Iterator[Path]:
             if path.resolve() not in seen and path.exists():
                 seen.add(path.resolve())
                 yield path
+
+
+def _check_digests(container: Container, path: Path) -> None:
+    """Check what a .ckz states to hold, before its own bases are opened."""
+    with open_container(path) as other:
+        snapshot = Snapshot(
+            path, other.checkpoint, partial(_stored_digests, other), _unread, 0, 0, 0, _unread
+        )
+        _locate(container, snapshot)
+
+
+def _unread(span: int, start: int, out: Bytes) -> None:
+    raise BaseError("only what is stated is looked at")
 
 
 def _locate(container: Container, snapshot: Snapshot) -> list[int]:
@@ -199,7 +243,10 @@ def _locate(container: Container, snapshot: Snapshot) -> list[int]:
 
 def _difference(container: Container, snapshot: Snapshot, row: int, digests: list[bytes]) -> str:
     name, digest = container.base_names[row], container.base_spans["digest"][row].tobytes()
-    text = f"{snapshot.path}: is not the base: tensor {name!r} should have digest {digest.hex()}"
+    text = (
+        f"{container.path}: {snapshot.path} is not its base: "
+        f"tensor {name!r} should have digest {digest.hex()}"
+    )
     for tensor in snapshot.checkpoint.tensors:
         if tensor.name == name and tensor.pieces:
             return f"{text}, has {digests[tensor.pieces[0].span].hex()}"

@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from ckz import atomic, kernels
 from ckz.casts import find_casts
-from ckz.chain import Snapshot, base_rows, open_decoder, open_snapshot, open_spans
+from ckz.chain import MAX_DEPTH, Snapshot, base_rows, open_decoder, open_snapshot, open_spans
 from ckz.checking import check_crcs, check_sums, check_unchanged
 from ckz.checkpoint import Checkpoint
 from ckz.container import Container, Ref
@@ -204,6 +204,8 @@ def _anchors(snapshot: Snapshot, anchor: int | None) -> bool:
     restoring never reads more than five times what it would have to. (Check-N-Run, NSDI 2022,
     writes a full one once they take as much as one; its deltas are smaller.)
     """
+    if snapshot.depth >= MAX_DEPTH:
+        return True
     if anchor is not None:
         return snapshot.depth >= anchor
     return snapshot.depth > 0 and snapshot.chain_nbytes >= 4 * snapshot.full_nbytes

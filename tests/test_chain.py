@@ -6,6 +6,7 @@ import dataclasses
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import ml_dtypes
@@ -435,3 +436,39 @@ def test_a_step_of_a_directory_whose_optimizer_numbers_otherwise(tmp_path: Path)
     share = {role: stored / raw for role, (raw, stored) in report.roles.items()}
     assert share["weight"] < 0.1
     assert share["variance"] < 0.2
+
+
+def test_a_missing_root_is_found_out_fast(tmp_path: Path) -> None:
+    """A search that tried every file at every level would take 2**20 steps."""
+    arrays = {"w": first()["layer.weight"]}
+    path = save(tmp_path / "s00.safetensors", arrays)
+    for step in range(1, 21):
+        arrays = {"w": later(arrays, step)["w"]}
+        base = path if step == 1 else path.with_name(path.name + ".ckz")
+        path = save(tmp_path / f"s{step:02}.safetensors", arrays)
+        compress(path, base, anchor=100)
+    for source in tmp_path.glob("*.safetensors"):
+        source.unlink()
+    began = time.monotonic()
+    with pytest.raises(BaseError, match=r"s00\.safetensors"):
+        pipeline.decompress(tmp_path / "s20.safetensors.ckz", tmp_path / "back")
+    assert time.monotonic() - began < 20  # a bound for a hang, not a speed
+
+
+def test_chains_end_before_they_are_too_deep_to_restore(tmp_path: Path) -> None:
+    arrays = {"w": first()["half"]}
+    path = save(tmp_path / "s.safetensors", arrays)
+    compress(path)
+    packed = path.with_name(path.name + ".ckz")
+    depths = []
+    for step in range(1, 68):
+        arrays = {"w": later(arrays, step)["w"]}
+        save(path, arrays)
+        base = packed.rename(tmp_path / f"base_{step}.ckz")
+        compress(path, base, anchor=1000)
+        with open_container(packed) as container:
+            depths.append(container.meta["base"]["depth"] if container.meta["base"] else 0)
+        if depths[-1] == 64:
+            assert restores(path)
+    assert max(depths) == 64
+    assert 0 in depths
