@@ -55,8 +55,8 @@ def save(
 def page(title: str, lead: str, charts: str) -> str:
     """Give an HTML page: a title, a sentence, and charts as SVG."""
     return (
-        f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{html.escape(title)}</title>'
-        f"\n<style>{_STYLE}</style>\n<h1>{html.escape(title)}</h1>\n<p>{html.escape(lead)}</p>\n"
+        '<!doctype html>\n<html lang="en"><meta charset="utf-8">'
+        f"<title>{html.escape(title)}</title>\n<style>{_STYLE}</style>\n<h1>{html.escape(title)}</h1>\n<p>{html.escape(lead)}</p>\n"
         f"{charts}</html>\n"
     )
 

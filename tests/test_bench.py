@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 import ckz
 import ckz.bench as bench_module
 import ckz.cli
-from ckz import codecs, pipeline
+from ckz import charts, codecs, pipeline
 from ckz.bench import bench, plot, tools
 from ckz.bench.codecs import CodecBench, Group
 from ckz.bench.figures import Benchmark, Cost, Row, advise
@@ -621,9 +621,9 @@ def test_wrong_usage(
 def test_png_needs_matplotlib(
     found: Benchmark, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if plot.importlib.util.find_spec("matplotlib"):
+    if charts.importlib.util.find_spec("matplotlib"):
         plot.write_png(found, tmp_path / "x.png")
         assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
-    monkeypatch.setattr(plot.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(charts.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(CkzError, match="matplotlib"):
-        plot.check_png()
+        charts.check_target(tmp_path / "x.png")

@@ -67,6 +67,7 @@ def test_no_command_loads_torch(tmp_path: Path) -> None:
         ["compress", str(source)],
         ["inspect", container],
         ["verify", "--data", container],
+        ["diff", str(source), container],
         ["decompress", container, "-o", back],
     ):
         assert not modules_after(*arguments) & {"torch", "rich"}

@@ -4,28 +4,17 @@ from __future__ import annotations
 
 import html
 import importlib
-import importlib.util
 import math
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from ckz import charts
 from ckz.bench.figures import ALL, Benchmark, Row
-from ckz.errors import CkzError
 
-# Blue, orange, green, ...: told apart by colour-blind people too (Okabe and Ito).
-_COLOURS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9")
 _WIDTH, _HEIGHT = 420, 300
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 96, 34, 40
-_STYLE = """
-body { font: 14px/1.5 system-ui, sans-serif; max-width: 900px; margin: 2em auto; padding: 0 1em;
-       color: #222; background: #fff; }
-svg { margin: 0 8px 16px 0; } text { font: 11px system-ui, sans-serif; fill: currentColor; }
-.title { font-size: 13px; font-weight: 600; } .axis { stroke: currentColor; stroke-width: 1; }
-.grid { stroke: currentColor; opacity: .15; } .faint { opacity: .7; }
-@media (prefers-color-scheme: dark) { body { color: #ddd; background: #181818; } }
-"""
 
 
 class Panel(NamedTuple):
@@ -35,26 +24,14 @@ class Panel(NamedTuple):
     rows: tuple[Row, ...]
 
 
-def check_png() -> None:
-    """Refuse early to draw what cannot be drawn.
-
-    Raises
-    ------
-    CkzError
-        If matplotlib is not installed.
-    """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise CkzError("--plot to a .png needs matplotlib, which is not installed; .html does not")
-
-
 def panels(found: Benchmark) -> list[Panel]:
     """Sort the rows into charts: each kind of data, then whole commands."""
-    charts: dict[str, list[Row]] = {}
+    found_rows: dict[str, list[Row]] = {}
     for row in found.rows:
         if not row.failed:
             title = f"{row.role} {row.dtype}" if row.role != ALL else "whole commands"
-            charts.setdefault(title, []).append(row)
-    return [Panel(title, tuple(rows)) for title, rows in charts.items()]
+            found_rows.setdefault(title, []).append(row)
+    return [Panel(title, tuple(rows)) for title, rows in found_rows.items()]
 
 
 def role_bars(found: Benchmark) -> tuple[list[str], dict[str, list[float]]]:
@@ -72,25 +49,25 @@ def role_bars(found: Benchmark) -> tuple[list[str], dict[str, list[float]]]:
 
 def to_html(found: Benchmark) -> str:
     """Draw a page that needs nothing but itself."""
-    charts = panels(found)
-    bounds = _bounds([row for chart in charts for row in chart.rows])
-    drawn = [_scatter(chart, colour, bounds) for chart, colour in _coloured(charts)]
-    title = html.escape(f"ckz bench {found.source}")
-    return (
-        f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{title}</title>\n'
-        f"<style>{_STYLE}</style>\n<h1>{title}</h1>\n<p>{html.escape(found.advice)}</p>\n"
-        f"{''.join(drawn)}{_bars(found)}</html>\n"
+    drawings = panels(found)
+    bounds = _bounds([row for chart in drawings for row in chart.rows])
+    drawn = [_scatter(chart, colour, bounds) for chart, colour in _coloured(drawings)]
+    roles, levels = role_bars(found)
+    most = max((value for values in levels.values() for value in values), default=1)
+    drawn.append(
+        charts.bars("saved by role", roles, levels, "{:.1f} %".format, lambda v: v / max(most, 1))
     )
+    return charts.page(f"ckz bench {found.source}", found.advice, "".join(drawn))
 
 
 def write_png(found: Benchmark, path: Path) -> None:
     """Draw the same with matplotlib."""
-    charts = panels(found)
+    drawings = panels(found)
     figure = importlib.import_module("matplotlib.figure").Figure(
-        figsize=(6, 4 * (len(charts) + 1)), layout="constrained"
+        figsize=(6, 4 * (len(drawings) + 1)), layout="constrained"
     )
-    axes = figure.subplots(len(charts) + 1, 1)
-    for axis, (chart, colour) in zip(axes, _coloured(charts), strict=False):
+    axes = figure.subplots(len(drawings) + 1, 1)
+    for axis, (chart, colour) in zip(axes, _coloured(drawings), strict=False):
         axis.set(title=chart.title, xlabel="compress, MB/s", ylabel="saved, %", xscale="log")
         for row in chart.rows:
             at = _speed(row), 100 * row.saved
@@ -100,7 +77,7 @@ def write_png(found: Benchmark, path: Path) -> None:
     roles, levels = role_bars(found)
     for k, (name, values) in enumerate(levels.items()):
         places = [i + 0.25 * k for i in range(len(roles))]
-        axes[-1].bar(places, values, 0.23, label=name, color=_COLOURS[k])
+        axes[-1].bar(places, values, 0.23, label=name, color=charts.COLOURS[k])
     axes[-1].set(title="by role", ylabel="saved, %", xticks=range(len(roles)), xticklabels=roles)
     axes[-1].legend()
     figure.savefig(path, format="png", dpi=120)
@@ -115,9 +92,9 @@ def _short(setting: str) -> str:
     return re.sub(r"dtype=\w+,?", "", setting).rstrip(":,")
 
 
-def _coloured(charts: Sequence[Panel]) -> Iterator[tuple[Panel, str]]:
-    for number, chart in enumerate(charts):
-        yield chart, _COLOURS[number % len(_COLOURS)]
+def _coloured(drawings: Sequence[Panel]) -> Iterator[tuple[Panel, str]]:
+    for number, chart in enumerate(drawings):
+        yield chart, charts.COLOURS[number % len(charts.COLOURS)]
 
 
 def _bounds(rows: Sequence[Row]) -> tuple[float, float, float, float]:
@@ -143,16 +120,16 @@ def _scatter(chart: Panel, colour: str, bounds: tuple[float, float, float, float
     def y(value: float) -> float:
         return _HEIGHT - _BOTTOM - (value - low) / (high - low) * (_HEIGHT - _TOP - _BOTTOM)
 
-    parts = [_text(_LEFT, 16, chart.title, "title")]
+    parts = [charts.text(_LEFT, 16, chart.title, "title")]
     for power in range(int(left), int(right) + 1):
         at = x(10**power)
-        parts.append(_line(at, y(low), at, y(high), "grid"))
-        parts.append(_text(at, y(low) + 14, f"{10**power:g}", "faint", "middle"))
+        parts.append(charts.line(at, y(low), at, y(high), "grid"))
+        parts.append(charts.text(at, y(low) + 14, f"{10**power:g}", "faint", "middle"))
     step = 10 if high - low <= 50 else 20
     for value in range(int(low), int(high) + 1, step):
-        parts.append(_line(x(10**left), y(value), x(10**right), y(value), "grid"))
-        parts.append(_text(_LEFT - 5, y(value) + 4, f"{value} %", "faint", "end"))
-    parts.append(_text(x(10**right), _HEIGHT - 8, "compress, MB/s", "faint", "end"))
+        parts.append(charts.line(x(10**left), y(value), x(10**right), y(value), "grid"))
+        parts.append(charts.text(_LEFT - 5, y(value) + 4, f"{value} %", "faint", "end"))
+    parts.append(charts.text(x(10**right), _HEIGHT - 8, "compress, MB/s", "faint", "end"))
     placed: list[tuple[float, float, float]] = []
     for row in sorted(chart.rows, key=lambda row: -row.saved):
         at, height = x(_speed(row)), y(100 * row.saved)
@@ -167,42 +144,5 @@ def _scatter(chart: Panel, colour: str, bounds: tuple[float, float, float, float
             f'<circle cx="{at:.1f}" cy="{height:.1f}" r="4" fill="{colour}">'
             f"<title>{html.escape(told)}</title></circle>"
         )
-        parts.append(_text(start, base, label))
-    return _svg(_WIDTH, _HEIGHT, parts)
-
-
-def _bars(found: Benchmark) -> str:
-    roles, levels = role_bars(found)
-    width, bar = 520, 14
-    parts = [_text(4, 16, "saved by role", "title")]
-    top = 30
-    most = max((value for values in levels.values() for value in values), default=1)
-    for i, role in enumerate(roles):
-        parts.append(_text(4, top + 11, role))
-        for colour, (name, values) in zip(_COLOURS, levels.items(), strict=False):
-            size = max(0.0, values[i]) / max(most, 1) * (width - 260)
-            parts.append(
-                f'<rect x="90" y="{top}" width="{size:.1f}" height="{bar - 3}" fill="{colour}"/>'
-            )
-            parts.append(_text(96 + size, top + 10, f"{values[i]:.1f} %  {name}"))
-            top += bar
-        top += 8
-    return _svg(width, top, parts)
-
-
-def _svg(width: int, height: int, parts: Sequence[str]) -> str:
-    return (
-        f'<svg width="{width}" height="{height}" viewBox="0 0 {width} {height}" role="img">'
-        f"{''.join(parts)}</svg>\n"
-    )
-
-
-def _text(x: float, y: float, text: str, kind: str = "", anchor: str = "start") -> str:
-    return (
-        f'<text x="{x:.1f}" y="{y:.1f}" class="{kind}" text-anchor="{anchor}">'
-        f"{html.escape(text)}</text>"
-    )
-
-
-def _line(x1: float, y1: float, x2: float, y2: float, kind: str) -> str:
-    return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" class="{kind}"/>'
+        parts.append(charts.text(start, base, label))
+    return charts.svg(_WIDTH, _HEIGHT, parts)

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from ckz.cli import compress, decompress, inspect, rebase, stopping, verify
+from ckz.cli import bench, compress, decompress, diff, inspect, rebase, stopping, verify
 from ckz.cli.outcome import discard_stdout, report_error
 from ckz.errors import CkzError
 
@@ -49,8 +49,10 @@ def _options(
 for _command in (
     compress.compress,
     decompress.decompress,
+    diff.diff,
     inspect.inspect,
     verify.verify,
+    bench.bench,
     rebase.rebase,
 ):
     app.command()(_command)

@@ -6,11 +6,13 @@ import csv
 import io
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ckz import charts
 from ckz.cli import names, options, progress, streams, text
 from ckz.cli.outcome import configure, each, print_result, roles_to_json
 from ckz.errors import UsageError
@@ -20,7 +22,6 @@ if TYPE_CHECKING:
 
 SAMPLE = 16_000_000
 _SETTING = 24  # columns of the name of a codec or command
-_PLOTS = (".html", ".htm", ".png")
 
 
 def bench(
@@ -72,8 +73,8 @@ def bench(
     """
     configure(quiet=quiet, verbose=verbose, as_json=as_json)
     targets = [Path(name) for name in (csv_file, plot) if name]
-    if plot and Path(plot).suffix.lower() not in _PLOTS:
-        raise UsageError(f"{plot}: --plot draws .html or .png")
+    if plot:
+        charts.check_target(Path(plot))
     if sample < 1:
         raise UsageError("--sample takes at least one byte")
 
@@ -84,8 +85,6 @@ def bench(
         with streams.readable(source, name="stdin", beside=None) as path:
             for target in targets:
                 names.check_target(path, target, force=force)
-            if plot and Path(plot).suffix.lower() == ".png":
-                drawing.check_png()
             with progress.bar(source, wanted=not (no_progress or quiet)) as on_bytes:
                 found = library.bench(
                     path,
@@ -99,10 +98,9 @@ def bench(
         found = replace(found, source=source)
         if csv_file:
             _write(Path(csv_file), lambda file: file.write_text(_to_csv(found)), force=force)
-        if plot and Path(plot).suffix.lower() == ".png":
-            _write(Path(plot), lambda file: drawing.write_png(found, file), force=force)
-        elif plot:
-            _write(Path(plot), lambda file: file.write_text(drawing.to_html(found)), force=force)
+        if plot:
+            page, png = partial(drawing.to_html, found), partial(drawing.write_png, found)
+            charts.save(Path(plot), page, png, force=force)
         if not as_json:
             print_result("\n".join(_lines(found)))
         return found

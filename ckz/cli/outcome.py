@@ -82,14 +82,14 @@ def tell(source: str, report: Report, summary: str) -> None:
         log.info("  %s: %s", role, change(raw, stored))
 
 
-def report_error(source: str, error: CkzError | OSError) -> int:
+def report_error(source: str, error: CkzError | OSError, *, least: int = 1) -> int:
     """Log an error about one input in one line.
 
     Returns
     -------
-    The exit code that goes with it.
+    The exit code that goes with it, but ``least`` where that means something else.
     """
-    code = error.exit_code if isinstance(error, CkzError) else 1
+    code = max(least, error.exit_code if isinstance(error, CkzError) else 1)
     if not log.handlers:
         configure()
     log.error("%s", _message(source, error), extra={"error": type(error).__name__, "code": code})
@@ -136,12 +136,17 @@ def each(
                 {"version": 1, "results": [to_json(r) for r in results], "failed": len(codes)}
             )
         )
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    peak = size(used.ru_maxrss * 1024)
-    log.debug("%.1f CPU-s, %s of memory at most", used.ru_utime + used.ru_stime, peak)
+    tell_usage()
     if codes and results:
         raise typer.Exit(SOME_FAILED)
     raise typer.Exit(max(codes, default=0))
+
+
+def tell_usage() -> None:
+    """Say what the run took, as -vv asks for."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    peak = size(used.ru_maxrss * 1024)
+    log.debug("%.1f CPU-s, %s of memory at most", used.ru_utime + used.ru_stime, peak)
 
 
 def report_to_json(report: Report) -> dict[str, Any]:

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ckz.checkpoint import ITEMSIZE, numpy_dtype
+from ckz.checkpoint import ITEMSIZE, Tensor, numpy_dtype
 from ckz.kernels.buffers import scratch
+from ckz.kernels.differences import LANES, STEPS, SUMS, add_sums, count_steps
 
 Bytes = npt.NDArray[np.uint8]
 Array = npt.NDArray[Any]
@@ -100,13 +101,13 @@ def total(parts: Iterable[Stats], times: int = 1) -> Stats:
     columns = list(zip(*rows, strict=True)) if rows else [()] * len(Stats._fields)
     *counts, largest, dd, aa, ab, ulps = columns
     width = max(map(len, ulps), default=0)
-    return Stats(
-        *(times * sum(column) for column in counts),
-        largest=max((value for value in largest if value is not None), default=None),
-        dd=times * _sum(dd),
-        aa=times * _sum(aa),
-        ab=times * _sum(ab),
-        ulps=tuple(times * sum(u[k] for u in ulps if k < len(u)) for k in range(width)),
+    return Stats._make(
+        [
+            *(times * sum(column) for column in counts),
+            max((value for value in largest if value is not None), default=None),
+            *(times * _sum(column) for column in (dd, aa, ab)),
+            tuple(times * sum(u[k] for u in ulps if k < len(u)) for k in range(width)),
+        ]
     )
 
 
@@ -134,11 +135,37 @@ def compare(a: Bytes, b: Bytes, dtypes: tuple[str, str], tolerance: Tolerance) -
         return total(list(_runs(p, q, parts, tolerance)) or [Stats(0)])
 
 
+def measure(a: Bytes, dtype: str) -> Stats:
+    """Give what ``compare`` gives for a run of elements and itself."""
+    part = _PARTS.get(dtype, dtype)
+    p = a.view(_bits(part))
+    if part in _BITS_ONLY:
+        return Stats(p.size, largest=None)
+    with np.errstate(all="ignore"):
+        return total([_measure_run(p[at : at + _RUN], part) for at in range(0, p.size, _RUN)])
+
+
+def _measure_run(p: Array, dtype: str) -> Stats:
+    x = _values(p, dtype, "x")
+    nans = infs = 0
+    if not math.isfinite((sums := _sums(x, x))[1]):
+        nans, infs = int(np.count_nonzero(np.isnan(x))), int(np.count_nonzero(np.isinf(x)))
+        x = x[np.isfinite(x)]
+        sums = _sums(x, x)
+    ulps = () if _is_integer(dtype) else (x.size,)
+    return Stats(p.size, nan_a=nans, nan_b=nans, inf_a=infs, inf_b=infs, aa=sums[1], ulps=ulps)
+
+
 def is_comparable(a: str, b: str) -> bool:
     """Whether values of two dtypes can be compared."""
     return a == b or (
         a not in _BITS_ONLY and b not in _BITS_ONLY and (a in _PARTS) == (b in _PARTS)
     )
+
+
+def numbers_in(tensor: Tensor) -> int:
+    """Count a tensor's elements as ``Stats`` does."""
+    return math.prod(tensor.shape) * (2 if tensor.dtype in _PARTS else 1)
 
 
 def _runs(p: Array, q: Array, dtypes: tuple[str, str], tolerance: Tolerance) -> Iterator[Stats]:
@@ -163,52 +190,54 @@ def _compare_bits(p: Array, q: Array, dtypes: tuple[str, str], tolerance: Tolera
 
 def _compare_floats(p: Array, q: Array, dtypes: tuple[str, str], tolerance: Tolerance) -> Stats:
     """Compare what float64 can hold, or comes close to."""
-    n = p.size
+    n, of_one = p.size, dtypes[0] == dtypes[1]
     x, y = _values(p, dtypes[0], "x"), _values(q, dtypes[1], "y")
-    d = np.subtract(y, x, out=scratch("d", n, np.float64))
-    flags = scratch("flags", n, np.bool_)
-    of_one = dtypes[0] == dtypes[1]
-    bits = np.not_equal(p, q, out=flags) if of_one else _values_differ(p, q, x, y, dtypes)
+    bits = p != q if of_one else _values_differ(p, q, x, y, dtypes)
     nbits = int(np.count_nonzero(bits))
-    special = np.zeros(4, int)
-    finite = None
+    special = [0] * 4
     same = 0
-    if not np.isfinite(d, out=scratch("finite", n, np.bool_)).all():
+    if not math.isfinite((sums := _sums(x, y))[0]):
+        nans, infs = (np.isnan(x), np.isnan(y)), (np.isinf(x), np.isinf(y))
+        special = [int(np.count_nonzero(each)) for each in (*nans, *infs)]
         finite = np.isfinite(x) & np.isfinite(y)
-        nan_x, nan_y = np.isnan(x), np.isnan(y)
-        found = (nan_x, nan_y, np.isinf(x), np.isinf(y))
-        special = np.array([np.count_nonzero(each) for each in found])
-        same = int(np.count_nonzero(bits & ~finite & ((x == y) | (nan_x & nan_y))))
-        x[~finite] = d[~finite] = 0.0
-        bits = bits & finite
+        same = int(np.count_nonzero(bits & ~finite & ((x == y) | (nans[0] & nans[1]))))
+        p, q, x, y, bits = p[finite], q[finite], x[finite], y[finite], bits[finite]
+        sums = _sums(x, y)
     zeros = within = 0
-    if nbits:
-        equal = bits & (d == 0.0)
-        nequal = int(np.count_nonzero(equal)) if of_one else 0
-        if nequal:
-            same += nequal
-            zeros = int(np.count_nonzero(equal & (x == 0.0)))
-        if any(tolerance):
-            bound = tolerance.atol + tolerance.rtol * np.abs(x)
-            within = int(np.count_nonzero(bits & (np.abs(d) <= bound))) - nequal
-    ulps: tuple[int, ...] = ()
-    if of_one and not _is_integer(dtypes[0]):
-        ulps = _ulps(p, q, dtypes[0], finite)
-    largest = max(float(d.max()), -float(d.min()))
+    if of_one and np.count_nonzero(x != y) < np.count_nonzero(bits):
+        equal = bits & (x == y)
+        same += int(np.count_nonzero(equal))
+        zeros = int(np.count_nonzero(equal & (x == 0.0)))
+        bits = bits & ~equal
+    if any(tolerance):
+        a, b = x.astype(np.float64), y.astype(np.float64)
+        bound = tolerance.atol + tolerance.rtol * np.abs(a)
+        within = int(np.count_nonzero(bits & (np.abs(b - a) <= bound)))
+    dd, aa, ab, largest = sums
     return Stats(
-        n,
-        nbits,
-        same,
-        zeros,
-        within,
-        *special.tolist(),
+        elements=n,
+        bits=nbits,
+        same=same,
+        zeros=zeros,
+        within=within,
+        nan_a=special[0],
+        nan_b=special[1],
+        inf_a=special[2],
+        inf_b=special[3],
         largest=int(largest) if all(map(_is_integer, dtypes)) else largest,
-        # Not np.dot, whose order depends on the number of cores.
-        dd=float(np.einsum("i,i->", d, d)),
-        aa=float(np.einsum("i,i->", x, x)),
-        ab=float(np.einsum("i,i->", x, d)),
-        ulps=ulps,
+        dd=dd,
+        aa=aa,
+        ab=ab,
+        ulps=_ulps(p, q, dtypes[0]) if of_one and not _is_integer(dtypes[0]) else (),
     )
+
+
+def _sums(x: Array, y: Array) -> tuple[float, float, float, float]:
+    """Add up (y - x)**2, x**2 and x * (y - x), and find the largest difference."""
+    sums = np.zeros((SUMS, LANES))
+    add_sums(x, y, sums)
+    dd, aa, ab = (sum(row) for row in sums[:3].tolist())
+    return dd, aa, ab, float(sums[3].max())
 
 
 def _values_differ(p: Array, q: Array, x: Array, y: Array, dtypes: tuple[str, str]) -> Array:
@@ -218,7 +247,9 @@ def _values_differ(p: Array, q: Array, x: Array, y: Array, dtypes: tuple[str, st
         return differ
     for i in np.flatnonzero(~differ & (np.abs(x) >= 1 << 53) & np.isfinite(x)).tolist():
         sides = zip((p, q), (x, y), dtypes, strict=True)
-        exact = {int(bits.view(dt)[i] if _is_integer(dt) else value[i]) for bits, value, dt in sides}
+        exact = {
+            int(bits.view(dt)[i] if _is_integer(dt) else value[i]) for bits, value, dt in sides
+        }
         differ[i] = len(exact) > 1
     return differ
 
@@ -226,7 +257,9 @@ def _values_differ(p: Array, q: Array, x: Array, y: Array, dtypes: tuple[str, st
 def _compare_integers(p: Array, q: Array, dtypes: tuple[str, str], tolerance: Tolerance) -> Stats:
     """Compare integers of which one side has 64 bits: differences are exact, sums are rounded."""
     common = np.uint64 if "uint64" in dtypes else np.int64
-    x, y = (_integers(each, dtype).astype(common) for each, dtype in zip((p, q), dtypes, strict=True))
+    x, y = (
+        _integers(each, dtype).astype(common) for each, dtype in zip((p, q), dtypes, strict=True)
+    )
     above = y > x
     # May wrap around, and is right as an unsigned number.
     d = np.where(above, y - x, x - y).view(np.uint64)
@@ -251,50 +284,35 @@ def _integers(p: Array, dtype: str) -> Array:
 
 
 def _values(p: Array, dtype: str, key: str) -> Array:
-    """Give the values of bit patterns as float64."""
-    out = scratch(key, p.size, np.float64)
+    """Give the values of bit patterns as floats: in 32 bits where these hold them all."""
     if dtype == "bfloat16":
-        wide = scratch("wide", p.size, np.uint32)
-        np.left_shift(p, 16, out=wide, dtype=np.uint32)
-        out[:] = wide.view(np.float32)
+        wide = np.left_shift(p, 16, out=scratch(key, p.size, np.uint32), dtype=np.uint32)
+        values: Array = wide.view(np.float32)
     elif dtype == "bool":
-        out[:] = p != 0
+        values = (p != 0).astype(np.float32)
     elif dtype.startswith("float8"):
-        np.take(_table(dtype), p, out=out, mode="clip")
+        values = _table(dtype)[p]
+    elif dtype in ("float32", "float64"):
+        values = p.view(dtype)
     else:
-        out[:] = p.view(numpy_dtype(dtype))
-    return out
+        wide_enough = np.float32 if ITEMSIZE[dtype] < 4 else np.float64
+        values = p.view(dtype).astype(wide_enough)
+    return values
 
 
 @lru_cache
-def _table(dtype: str) -> npt.NDArray[np.float64]:
-    return np.arange(256, dtype=np.uint8).view(numpy_dtype(dtype)).astype(np.float64)
+def _table(dtype: str) -> npt.NDArray[np.float32]:
+    return np.arange(256, dtype=np.uint8).view(numpy_dtype(dtype)).astype(np.float32)
 
 
-def _ulps(p: Array, q: Array, dtype: str, finite: Array | None) -> tuple[int, ...]:
-    """Count pairs by how many floats lie between them: none or 0, 1, 2-3, 4-7..."""
-    places = [_place(each, dtype) for each in (p, q)]
-    # A difference of signed integers may wrap around; as unsigned it is right all the same.
-    steps = (np.maximum(*places) - np.minimum(*places)).view(p.dtype)
-    if finite is not None:
-        steps = steps[finite]
-    at_least = [steps.size]  # in each bucket or a later one
-    while at_least[-1] and len(at_least) <= 8 * p.dtype.itemsize:
-        bound = p.dtype.type(1 << (len(at_least) - 1))
-        at_least.append(int(np.count_nonzero(steps >= bound)))
-    if at_least[-1]:
-        at_least.append(0)
-    return tuple(a - b for a, b in zip(at_least, at_least[1:], strict=False))
-
-
-def _place(p: Array, dtype: str) -> Array:
-    """Number a dtype's floats in ascending order; both zeros are 0."""
-    bits = 8 * p.dtype.itemsize
-    if dtype == _UNSIGNED:
-        return p
-    signed = p.view(f"i{p.dtype.itemsize}")
-    below = signed >> (bits - 1)  # -1 where the sign is set, else 0
-    return (signed ^ (below & ((1 << (bits - 1)) - 1))) - below
+def _ulps(p: Array, q: Array, dtype: str) -> tuple[int, ...]:
+    """Count pairs of finite floats by how many steps they lie apart: 0, 1, 2-3, 4-7..."""
+    bits = 8 * ITEMSIZE[dtype]
+    magnitude = (1 << bits if dtype == _UNSIGNED else 1 << (bits - 1)) - 1
+    counts = np.zeros(STEPS, np.int64)
+    count_steps(p, q, magnitude, counts)
+    used = np.flatnonzero(counts)
+    return tuple(counts[: used[-1] + 1].tolist()) if used.size else ()
 
 
 def _bits(dtype: str) -> np.dtype[Any]:
