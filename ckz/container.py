@@ -45,8 +45,9 @@ tensor share, such as its row and column means. Spans lie in streams: span s is 
 in order, are the payload datasets laid end to end.
 A chunk's references (``refs`` of the chunk row, 1024 at most; in order in ``/refs``) name byte
 ranges, each of at most four chunks' length, of spans of this file (``where`` 0) or of
-``/base_spans`` (``where`` 1). References inside the file are acyclic, at most four deep: a 16-bit weight leans on its master, that
-on its second moment, that on the first, and that on the means of its rows.
+``/base_spans`` (``where`` 1). References inside the file are acyclic, at most four deep: a 16-bit
+weight leans on its master, that on its second moment, that on the first, and that on the means of
+its rows.
 
 **Checksums.** xxh3-64 of the stored bytes of each chunk; xxh3-128 of the original bytes of each
 span; of a file, xxh3-128 of its skeleton's digest and its spans' digests in order. With the user
