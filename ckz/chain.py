@@ -25,7 +25,7 @@ from ckz.errors import BaseError, CkzError, CorruptError
 from ckz.files import FileSet
 from ckz.formats import read_checkpoint
 from ckz.restore import Decoder, ReadBase
-from ckz.streams import CHUNK, Extent, Slicer, parts_of
+from ckz.streams import CHUNK, Extent, Slicer, skeletons_of
 from ckz.values import ReadSpan
 
 Bytes = npt.NDArray[np.uint8]
@@ -274,7 +274,7 @@ def _read_source(checkpoint: Checkpoint, files: FileSet, span: int, at: int, out
 
 
 def _skeletons(checkpoint: Checkpoint, files: FileSet) -> ReadSpan:
-    parts = cache(partial(parts_of, checkpoint))
+    parts = cache(partial(skeletons_of, checkpoint))
     # A slicer works out once where each of 100,000 gaps begins.
     slicer = cache(lambda file: Slicer([parts()[file]]))
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from threading import Lock
 
@@ -28,21 +27,19 @@ class FileSet:
         self._used: Counter[int] = Counter()
         self._lock = Lock()
 
-    @contextmanager
-    def _opened(self, file: int) -> Iterator[int]:
-        """Give a file's descriptor; it stays open while somebody uses it."""
+    def _acquire(self, file: int) -> int:
+        """Give a file's descriptor, which stays open until it is released."""
         with self._lock:
             if file not in self._open:
                 self._close_unused()
                 self._open[file] = os.open(self._paths[file], self._flags)
             self._open.move_to_end(file)
             self._used[file] += 1
-            fd = self._open[file]
-        try:
-            yield fd
-        finally:
-            with self._lock:
-                self._used[file] -= 1
+            return self._open[file]
+
+    def _release(self, file: int) -> None:
+        with self._lock:
+            self._used[file] -= 1
 
     def _close_unused(self) -> None:
         """Make room for one more, by closing the one whose last use began first."""
@@ -63,13 +60,16 @@ class FileSet:
         at = 0
         for file, offset, nbytes in extents:
             stop = at + nbytes
-            with self._opened(file) as fd:
+            fd = self._acquire(file)
+            try:
                 while at < stop:
                     got = os.preadv(fd, [view[at:stop]], offset)
                     if got == 0:
                         raise ChangedError(f"{self._paths[file]}: became shorter while it was read")
                     at += got
                     offset += got
+            finally:
+                self._release(file)
 
     def write(self, extents: Sequence[Extent], data: npt.NDArray[np.uint8]) -> None:
         """Write ``data`` to extents laid end to end."""
@@ -77,11 +77,14 @@ class FileSet:
         at = 0
         for file, offset, nbytes in extents:
             stop = at + nbytes
-            with self._opened(file) as fd:
+            fd = self._acquire(file)
+            try:
                 while at < stop:
                     done = os.pwrite(fd, view[at:stop], offset)
                     at += done
                     offset += done
+            finally:
+                self._release(file)
 
     def close(self) -> None:
         """Close what is open."""

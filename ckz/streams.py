@@ -79,8 +79,8 @@ def skeleton_extents(file: int, size: int, spans: Iterable[Span]) -> tuple[Exten
     return tuple(extents)
 
 
-def parts_of(checkpoint: Checkpoint) -> list[Part]:
-    """Number what a checkpoint consists of: each file's skeleton, then the spans."""
+def skeletons_of(checkpoint: Checkpoint) -> list[Part]:
+    """Give the skeleton of each file."""
     by_file: list[list[Span]] = [[] for _ in checkpoint.files]
     for span in checkpoint.spans:
         by_file[span.file].append(span)
@@ -88,6 +88,12 @@ def parts_of(checkpoint: Checkpoint) -> list[Part]:
     for index, (file, spans) in enumerate(zip(checkpoint.files, by_file, strict=True)):
         extents = skeleton_extents(index, file.size, spans)
         parts.append(Part(index, extents, sum(extent.nbytes for extent in extents)))
+    return parts
+
+
+def parts_of(checkpoint: Checkpoint) -> list[Part]:
+    """Number what a checkpoint consists of: each file's skeleton, then the spans."""
+    parts = skeletons_of(checkpoint)
     for number, span in enumerate(checkpoint.spans, start=len(checkpoint.files)):
         parts.append(Part(number, (Extent(span.file, span.offset, span.nbytes),), span.nbytes))
     return parts

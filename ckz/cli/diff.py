@@ -134,7 +134,7 @@ def diff(
         with (
             streams.readable(a, name="stdin", beside=None) as first,
             streams.readable(b, name="stdin", beside=None) as second,
-            progress.bar(f"{a} {b}", wanted=not (no_progress or quiet)) as on_bytes,
+            progress.bar(b, wanted=not (no_progress or quiet)) as on_bytes,
         ):
             if plot:
                 names.check_target(first, Path(plot), force=force)

@@ -175,9 +175,7 @@ def diff(
         workers = stack.enter_context(start_workers(threads, memory))
         pairs = match(sides[0].checkpoint, sides[1].checkpoint)
         pairs = [pair for pair in pairs if any(_chosen(n, only, ignore) for n in pair.names)]
-        pairs = match_renamed(
-            pairs, lambda second, tensors: digests(sides[second], tensors, workers)
-        )
+        pairs = match_renamed(pairs, lambda side, tensors: digests(sides[side], tensors, workers))
         tolerance = Tolerance(atol, rtol)
         stats = _compare(sides, pairs, tolerance, workers, progress)
         rows = [

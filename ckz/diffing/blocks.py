@@ -181,10 +181,22 @@ def read_block(side: Side, placed: Placed, where: Where, out: Bytes) -> None:
         else:
             _read_pieces(side, tensor, placed.corners, where, out)
     except CkzError as err:
-        root = str(side.checkpoint.root)
-        if str(err).startswith(root):
-            raise
-        raise type(err)(f"{root}: tensor {tensor.name!r}: {err}") from err
+        raise _named(err, side, tensor) from err
+
+
+def read_whole(side: Side, tensor: Tensor, out: Bytes) -> None:
+    """Read a tensor that lies in one piece as it is to be read; errors are as ``read_block``'s."""
+    try:
+        side.read(tensor.pieces[0].span, tensor.pieces[0].offset, out)
+    except CkzError as err:
+        raise _named(err, side, tensor) from err
+
+
+def _named(error: CkzError, side: Side, tensor: Tensor) -> CkzError:
+    root = str(side.checkpoint.root)
+    if str(error).startswith(root):
+        return error
+    return type(error)(f"{root}: tensor {tensor.name!r}: {error}")
 
 
 def _cut(piece: Piece, where: Where, dtype: str) -> Piece:

@@ -11,8 +11,8 @@ import numpy as np
 
 from ckz.chain import Snapshot
 from ckz.checkpoint import Checkpoint, File
-from ckz.diffing.objects import ObjectDiff, compare_objects, objects_of
-from ckz.streams import CHUNK, parts_of
+from ckz.diffing.objects import ObjectDiff, compare_objects, kind_of, objects_of
+from ckz.streams import CHUNK, skeletons_of
 from ckz.values import ReadSpan
 from ckz.workers import Workers, in_order
 
@@ -52,7 +52,7 @@ class Files:
         self._spool = spool
         self._workers = workers
         self._a, self._b = (snapshot.checkpoint for snapshot in snapshots)
-        self._parts = parts_of(self._a), parts_of(self._b)
+        self._parts = skeletons_of(self._a), skeletons_of(self._b)
         self._holders = _with_tensors(self._a), _with_tensors(self._b)
 
     def compare(self) -> Rest:
@@ -68,17 +68,27 @@ class Files:
             tensors = a in self._holders[0] or b in self._holders[1]
             if self._same_skeleton(a, b) and (tensors or self._same_entry(a, b)):
                 continue
-            mine = objects_of(self._snapshots[0], self._parts[0][a], self._spool)
-            theirs = objects_of(self._snapshots[1], self._parts[1][b], self._spool)
-            if mine is not None and theirs is not None:
+            kinds = [
+                kind_of(snapshot, parts[file])
+                for snapshot, parts, file in zip(self._snapshots, self._parts, (a, b), strict=True)
+            ]
+            found = self._objects(a, b) if kinds[0] == kinds[1] != "" else None
+            if found is not None:
                 prefix = f"{path}:" if several else ""
-                found = compare_objects(mine, theirs)
                 objects.extend(each._replace(name=prefix + each.name) for each in found)
             elif not tensors:
                 files.append(FileDiff(path, "changed"))
-            elif mine is None and theirs is None:
+            elif several or self._a.format == self._b.format:
                 unread.append(path)
         return Rest(tuple(objects), tuple(files), tuple(unread))
+
+    def _objects(self, a: int, b: int) -> list[ObjectDiff] | None:
+        """Compare what two files hold besides tensors; None where that cannot be read."""
+        mine = objects_of(self._snapshots[0], self._parts[0][a], self._spool)
+        theirs = objects_of(self._snapshots[1], self._parts[1][b], self._spool)
+        if mine is None or theirs is None:
+            return None
+        return list(compare_objects(mine, theirs))
 
     def identical(self, equal_spans: Set[int]) -> bool:
         """Tell whether the files are the same byte for byte; names of single files do not count.

@@ -65,13 +65,13 @@ def _plain(name: str, paths: set[str]) -> str:
 
 
 def match_renamed(
-    pairs: list[Pair], digest: Callable[[bool, list[Tensor]], Iterator[bytes]]
+    pairs: list[Pair], digest: Callable[[int, list[Tensor]], Iterator[bytes]]
 ) -> list[Pair]:
     """Pair tensors that have no counterpart by name with such of the same content.
 
     Parameters
     ----------
-    digest : gives what identifies the content of tensors, of ``b`` if the flag is set.
+    digest : gives what identifies the content of tensors, of ``a`` (0) or of ``b`` (1).
     """
     alone = ([p.a for p in pairs if p.a and not p.b], [p.b for p in pairs if p.b and not p.a])
     kinds = [{(t.dtype, t.shape) for t in side} for side in alone]
@@ -79,7 +79,7 @@ def match_renamed(
     found: list[dict[_Content, list[Tensor]]] = [{}, {}]
     for number, side in enumerate(alone):
         asked = [t for t in side if (t.dtype, t.shape) in common and t.nbytes]
-        for tensor, content in zip(asked, digest(bool(number), asked), strict=True):
+        for tensor, content in zip(asked, digest(number, asked), strict=True):
             found[number].setdefault((tensor.dtype, tensor.shape, content), []).append(tensor)
     renamed: dict[str, Tensor] = {}
     for key, tensors in found[0].items():

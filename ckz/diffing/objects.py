@@ -64,48 +64,61 @@ def _text(value: Any) -> str:
         return str(value)
     if type(value) is int and value.bit_length() > 128:
         return f"a number of {value.bit_length()} bits"
-    text = repr(value)
-    return text if len(text) <= _MAX_TEXT else f"{text[: _MAX_TEXT - 10]}... ({len(text)} long)"
+    if isinstance(value, str) and len(value) > _MAX_TEXT:
+        return f"{value[: _MAX_TEXT - 10]!r}... ({len(value)} characters)"
+    return repr(value)
+
+
+def kind_of(snapshot: Snapshot, part: Part) -> str:
+    """Tell how a file keeps values besides tensors: ``pickle``, ``header``, or unknown.
+
+    Parameters
+    ----------
+    part : the file's skeleton.
+    """
+    if not part.nbytes or part.extents[0].offset or part.nbytes > _MAX_SKELETON:
+        return ""
+    data = np.empty(min(_HEAD, part.extents[0].nbytes), np.uint8)
+    snapshot.read_skeleton(part.span, 0, data)
+    head = data.tobytes()
+    if zips.sniff(head) or torch_legacy.sniff(head):
+        return "pickle"
+    return "header" if safetensors.sniff(head) else ""
 
 
 def objects_of(snapshot: Snapshot, part: Part, spool: Path | None) -> dict[str, Any] | None:
-    """Give what a file holds besides tensors, by name; None where that is not known.
+    """Give what a file of a known kind holds besides tensors, by name; None where that fails.
 
     Parameters
     ----------
     part : the file's skeleton.
     spool : the directory for a temporary file; the system's if None.
     """
-    file = part.span
-    if not part.nbytes or part.extents[0].offset or part.nbytes > _MAX_SKELETON:
-        return None
-    head = np.empty(min(_HEAD, part.extents[0].nbytes), np.uint8)
-    snapshot.read_skeleton(file, 0, head)
-    start = head.tobytes()
-    if not (zips.sniff(start) or torch_legacy.sniff(start) or safetensors.sniff(start)):
-        return None
-    entry = snapshot.checkpoint.files[file]
+    entry = snapshot.checkpoint.files[part.span]
     with tempfile.TemporaryFile(dir=spool) as copy:
         copy.truncate(entry.size)
         slicer = Slicer([part])
         for at in range(0, part.nbytes, CHUNK):
             data = np.empty(min(CHUNK, part.nbytes - at), np.uint8)
-            snapshot.read_skeleton(file, at, data)
+            snapshot.read_skeleton(part.span, at, data)
             for _, offset, nbytes in slicer.extents_in(at, at + data.size):
                 os.pwrite(copy.fileno(), data[:nbytes].data, offset)
                 data = data[nbytes:]
         try:
-            return _read_objects(Source(entry.path, copy.fileno(), 0, entry.size), start)
+            return _read_objects(Source(entry.path, copy.fileno(), 0, entry.size))
         except CkzError:  # damaged or too large: then its bytes are all that can be compared
             return None
 
 
-def _read_objects(source: Source, head: bytes) -> dict[str, Any] | None:
+def _read_objects(source: Source) -> dict[str, Any] | None:
+    head = source.read(0, min(_HEAD, source.size))
     if zips.sniff(head):
         if not torch_zip.holds_torch(zips.members(source)):
             return None
         return named_leaves(source.name, torch_zip.read_object(source))
     if torch_legacy.sniff(head):
         return named_leaves(source.name, torch_legacy.read_object(source))
-    metadata = safetensors.read_metadata(source)
-    return {f"__metadata__.{key}": value for key, value in metadata.items()}
+    return {
+        f"__metadata__.{key}": value if isinstance(value, str) else None  # the format knows texts
+        for key, value in safetensors.read_metadata(source).items()
+    }

@@ -50,7 +50,8 @@ class Stats(NamedTuple):
     zeros : of these, 0.0 and -0.0.
     within : of ``bits``, those that are not equal but within the tolerance.
     nan_a, nan_b, inf_a, inf_b : NaN and infinities of each side.
-    largest : of the absolute differences; exact for integers, None where values are only bits.
+    largest : of the absolute differences, None where values are only bits; exact for integers,
+        except uint64 beside signed ones.
     dd, aa, ab : sums of (b - a)**2, a**2, a * (b - a).
     ulps : pairs that are 0, 1, 2-3, 4-7... steps apart; empty but for floats of one dtype.
     """

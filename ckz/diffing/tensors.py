@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from ckz.checkpoint import ITEMSIZE, Tensor
-from ckz.diffing.blocks import Side, Walk, Where, elements_in, read_block, walk
+from ckz.checkpoint import ITEMSIZE, Tensor, contiguous_strides
+from ckz.diffing.blocks import Side, Walk, Where, elements_in, read_block, read_whole, walk
 from ckz.diffing.stats import Stats, Tolerance, compare, is_comparable, measure, numbers_in, total
 from ckz.kernels.buffers import scratch
 from ckz.streams import CHUNK
@@ -27,12 +27,17 @@ _TOGETHER = 256
 
 
 class _Task(NamedTuple):
-    """One block of one pair."""
+    """One block of one pair.
+
+    ``walk`` is None where both tensors are small and lie as they are compared: most of these are
+    equal, and laying a grid takes longer than to see that.
+    """
 
     pair: int
-    walk: Walk
-    number: int
-    where: Where
+    nbytes: int
+    walk: Walk | None = None
+    number: int = 0
+    where: Where = ()
 
 
 def compare_tensors(
@@ -67,21 +72,22 @@ def compare_tensors(
     def add(task: _Task, stats: Stats) -> None:
         found[task.pair] = total([found[task.pair], stats]) if task.pair in found else stats
 
-    work = partial(_compare, sides, tolerance)
+    work = partial(_compare, sides, pairs, tolerance)
     for task, stats in _run(_tasks(sides, pairs, order), work, workers):
         if stats is not None:
-            flags = differing.setdefault(task.pair, bytearray(task.walk.block_count))
-            flags[task.number] = True
-            times[task.pair] = task.walk.times
+            blocks, times[task.pair] = (
+                (task.walk.block_count, task.walk.times) if task.walk else (1, 1)
+            )
+            differing.setdefault(task.pair, bytearray(blocks))[task.number] = True
             add(task, stats)
-        on_bytes(elements_in(task.where) * ITEMSIZE[pairs[task.pair][0].dtype])
+        on_bytes(task.nbytes)
     # Blocks that are equal count for the norms of tensors that are not.
     rest = (
         task
         for task in _tasks(sides, pairs, [at for at in order if at in differing])
         if not differing[task.pair][task.number]
     )
-    for task, stats in _run(rest, partial(_describe, sides), workers):
+    for task, stats in _run(rest, partial(_describe, sides[0], pairs), workers):
         if stats is not None:
             add(task, stats)
     return [
@@ -117,10 +123,25 @@ def _tasks(sides: Sides, pairs: Pairs, order: Iterable[int]) -> Iterator[_Task]:
     nbytes = sum(side.checkpoint.nbytes for side in sides)
     for pair in order:
         a, b = pairs[pair]
-        if math.prod(a.shape):
+        if _is_small(sides[0], a) and _is_small(sides[1], b) and a.dtype == b.dtype:
+            yield _Task(pair, a.nbytes)
+        elif math.prod(a.shape):
             grid = walk(a, b, nbytes)
             for number, where in enumerate(grid.blocks()):
-                yield _Task(pair, grid, number, where)
+                size = elements_in(where) * ITEMSIZE[a.dtype]
+                yield _Task(pair, size, grid, number, where)
+
+
+def _is_small(side: Side, tensor: Tensor) -> bool:
+    """Whether a tensor is no more than one block that needs only to be read."""
+    if len(tensor.pieces) != 1 or tensor.transform or tensor.nbytes > CHUNK:
+        return False
+    (piece,) = tensor.pieces
+    return (
+        piece.shape == tensor.shape
+        and piece.strides == contiguous_strides(tensor.shape)
+        and side.checkpoint.spans[piece.span].byteorder == "<"
+    )
 
 
 def _run(
@@ -133,7 +154,7 @@ def _run(
         nbytes = 0
         for task in tasks:
             batch.append(task)
-            nbytes += elements_in(task.where) * ITEMSIZE[task.walk.a.tensor.dtype]
+            nbytes += task.nbytes
             if nbytes >= CHUNK // 2 or len(batch) == _TOGETHER:
                 yield partial(_each, work, batch)
                 batch, nbytes = [], 0
@@ -149,15 +170,18 @@ def _each(
     return [(task, work(task)) for task in tasks]
 
 
-def _compare(sides: Sides, tolerance: Tolerance, task: _Task) -> Stats | None:
+def _compare(sides: Sides, pairs: Pairs, tolerance: Tolerance, task: _Task) -> Stats | None:
     """Compare a block; None where all bits are equal."""
-    grid, tensors = task.walk, (task.walk.a.tensor, task.walk.b.tensor)
-    a, b = (
-        scratch(key, elements_in(task.where) * ITEMSIZE[tensor.dtype])
-        for key, tensor in zip(("diff a", "diff b"), tensors, strict=True)
-    )
-    read_block(sides[0], grid.a, task.where, a)
-    read_block(sides[1], grid.b, task.where, b)
+    tensors = pairs[task.pair]
+    elements = elements_in(task.where) if task.walk else math.prod(tensors[0].shape)
+    a = scratch("diff a", elements * ITEMSIZE[tensors[0].dtype])
+    b = scratch("diff b", elements * ITEMSIZE[tensors[1].dtype])
+    if task.walk:
+        read_block(sides[0], task.walk.a, task.where, a)
+        read_block(sides[1], task.walk.b, task.where, b)
+    else:
+        read_whole(sides[0], tensors[0], a)
+        read_whole(sides[1], tensors[1], b)
     if tensors[0].transform != tensors[1].transform:
         a, b = _transformed(a, tensors[0]), _transformed(b, tensors[1])
     dtypes = tensors[0].dtype, tensors[1].dtype
@@ -166,16 +190,19 @@ def _compare(sides: Sides, tolerance: Tolerance, task: _Task) -> Stats | None:
     return compare(a, b, dtypes, tolerance)
 
 
-def _describe(sides: Sides, task: _Task) -> Stats:
+def _describe(side: Side, pairs: Pairs, task: _Task) -> Stats:
     """Give what a block that is equal adds to the norms and counts of its tensor."""
-    tensor = task.walk.a.tensor
-    a = scratch("diff a", elements_in(task.where) * ITEMSIZE[tensor.dtype])
-    read_block(sides[0], task.walk.a, task.where, a)
-    return measure(a, tensor.dtype)
+    assert task.walk is not None  # a tensor of one block differs, or does not, as a whole
+    dtype = pairs[task.pair][0].dtype
+    a = scratch("diff a", elements_in(task.where) * ITEMSIZE[dtype])
+    read_block(side, task.walk.a, task.where, a)
+    return measure(a, dtype)
 
 
 def _are_equal(a: Bytes, b: Bytes) -> bool:
     words = a.size // 8 * 8
+    if a.size < 4096:
+        return a.tobytes() == b.tobytes()
     return np.array_equal(a[:words].view(np.uint64), b[:words].view(np.uint64)) and np.array_equal(
         a[words:], b[words:]
     )

@@ -11,6 +11,7 @@ from ckz.formats.pickles import DICT, FROZENSET, SET, Call, Global, PersistentId
 from ckz.formats.torch_names import below, joined, unwrapped, view_of
 
 _MAX_DEPTH = 200
+_MAX_NAME = 1 << 16
 _MAX_NAMES = 256 << 20  # characters of all names together
 # After so many steps, what is shared is looked into once; later, nothing is.
 _MAX_STEPS = 1 << 17
@@ -73,7 +74,7 @@ class _Walk:
         self, value: Any, children: Iterable[tuple[Any, Any]], name: str | None, depth: int
     ) -> None:
         key = id(value)
-        if key in self._above or depth > _MAX_DEPTH:
+        if key in self._above or depth > _MAX_DEPTH or (name and len(name) > _MAX_NAME):
             return
         if key in self._seen and self._steps > _MAX_STEPS:
             return
