@@ -83,8 +83,8 @@ def new_file(target: Path, *, force: bool, mode: int) -> Iterator[Path]:
     try:  # from here on: a signal between making the file and the try would leave it behind
         os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
         yield temporary
-        temporary.chmod(mode)
         sync_file(temporary)
+        temporary.chmod(mode)
         check_target(target, force)
         temporary.replace(target)
         sync_directory(target.parent)
@@ -97,19 +97,16 @@ def new_file(target: Path, *, force: bool, mode: int) -> Iterator[Path]:
 def new_directory(target: Path, *, force: bool) -> Iterator[Path]:
     """Give a directory to fill; it becomes ``target`` when the context ends without an error.
 
-    With ``force`` an existing directory is exchanged with the new one and then removed.
+    With ``force`` an existing directory is exchanged with the new one and then removed. Whoever
+    fills it syncs it (``sync_tree``), before it gets modes that may forbid to.
     """
     target = check_target(target, force)
     if target.is_file():
         raise ExistsError(f"{target}: is a file, a directory cannot replace it")
     temporary = _temporary(target)
     try:
-        temporary.mkdir()
+        temporary.mkdir(mode=0o700)
         yield temporary
-        for path in sorted(temporary.rglob("*")):
-            if not path.is_symlink():
-                (sync_directory if path.is_dir() else sync_file)(path)
-        sync_directory(temporary)
         check_target(target, force)
         if target.exists():
             _exchange(temporary, target)
@@ -117,7 +114,27 @@ def new_directory(target: Path, *, force: bool) -> Iterator[Path]:
             temporary.rename(target)
         sync_directory(target.parent)
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        _remove_tree(temporary)
+
+
+def sync_tree(root: Path) -> None:
+    """Make a directory and everything in it durable."""
+    for path in sorted(root.rglob("*")):
+        if not path.is_symlink():
+            (sync_directory if path.is_dir() else sync_file)(path)
+    sync_directory(root)
+
+
+def _remove_tree(root: Path) -> None:
+    """Remove a directory of ours, also where modes forbid to look into it."""
+    shutil.rmtree(root, ignore_errors=True)
+    if root.exists():
+        # Top down: each becomes readable before it is looked into.
+        for folder, folders, _ in os.walk(root):
+            for path in (Path(folder), *(Path(folder) / name for name in folders)):
+                if not path.is_symlink():
+                    path.chmod(0o700)
+        shutil.rmtree(root, ignore_errors=True)
 
 
 def _exchange(a: Path, b: Path) -> None:
@@ -159,3 +176,12 @@ def explain_full_disk(target: Path, needed: object) -> Iterator[None]:
         raise CkzError(
             f"{target}: no space left on the disk: {needed}, {free} bytes are free there now"
         ) from err
+
+
+def check_space(target: Path, needed: int) -> None:
+    """Refuse to start what the disk has no room for."""
+    free = shutil.disk_usage(target.parent).free
+    if free < needed:
+        raise CkzError(
+            f"{target}: no space left on the disk: {needed} bytes needed, {free} bytes are free"
+        )

@@ -53,6 +53,9 @@ ITEMSIZE: dict[str, int] = {
     "complex128": 16,
 }
 
+# What a .ckz begins with; stated here, for readers have to know it from HDF5.
+CKZ_MAGIC = b"\x89CKZ\r\n\x1a\n"
+
 _ML_DTYPES = {"bfloat16", *(name for name in ITEMSIZE if name.startswith("float8"))}
 # Types that numpy cannot compute with are given as their stored bits.
 _AS_BITS = {"bytes": "uint8", "float4_e2m1fn_x2": "uint8", "complex32": "uint32"}
@@ -174,6 +177,7 @@ class Checkpoint:
     warnings : one line each, for the user.
     missing : what the checkpoint names but lacks, one line each.
     sums : checksums of ranges that were cut into several spans.
+    mode, mtime_ns : of the directory itself.
     numbers : optimizer hyperparameters by their path, e.g. ``optimizer.param_groups.0.lr``.
     """
 
@@ -186,7 +190,9 @@ class Checkpoint:
     missing: tuple[str, ...] = ()
     numbers: Mapping[str, float] = field(default_factory=dict)
     sums: tuple[Sum, ...] = ()
-    is_directory: bool = field(default=False)
+    is_directory: bool = False
+    mode: int = 0o755
+    mtime_ns: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -299,11 +305,16 @@ def check_pieces(checkpoint: Checkpoint) -> None:
     """
     for tensor in checkpoint.tensors:
         itemsize = ITEMSIZE[tensor.dtype]
+        if max(tensor.shape, default=0) >= 1 << 63:
+            raise CorruptError(f"tensor {tensor.name!r}: absurd shape")
         for piece in tensor.pieces:
             span = checkpoint.spans[piece.span]
             fault = _box_fault(piece.shape, piece.strides, piece.start, tensor.shape)
             if fault or piece.offset < 0:
                 raise CorruptError(f"tensor {tensor.name!r}: {fault or 'negative offset'}")
+            # Nothing packs tighter than deflate, 1032 to 1.
+            if span.packed and piece.offset + extent(piece, itemsize) > 1100 * span.nbytes + 65536:
+                raise CorruptError(f"tensor {tensor.name!r}: is larger than what is packed")
             if not span.packed and piece.offset + extent(piece, itemsize) > span.nbytes:
                 raise CorruptError(
                     f"{checkpoint.files[span.file].path}: tensor {tensor.name!r} leaves its "

@@ -27,7 +27,8 @@ offset  bytes  content
   tables count into), ``sha256`` (path -> hex, may be empty), ``warnings``, ``level``, ``chunk``
   (its bytes), ``base`` (null, or the base's ``name``, ``depth``: how many bases stand behind this
   file, ``chain_nbytes`` and ``full_nbytes``: stored bytes of those that lean on others, and of the
-  last), ``numbers`` (path -> optimizer hyperparameter).
+  last), ``numbers`` (path -> optimizer hyperparameter),
+  ``mode``, ``mtime_ns`` (of a directory).
 - ``/files /spans /streams /chunks /refs /tensors /pieces /base_spans``: tables, see the dtypes in
   this module.
   A table is one zstd frame of its rows, transposed: the first byte of every row, the second...
@@ -45,9 +46,9 @@ tensor share, such as its row and column means. Spans lie in streams: span s is 
 in order, are the payload datasets laid end to end.
 A chunk's references (``refs`` of the chunk row, 1024 at most; in order in ``/refs``) name byte
 ranges, each of at most four chunks' length, of spans of this file (``where`` 0) or of
-``/base_spans`` (``where`` 1). References inside the file are acyclic, at most four deep: a 16-bit
-weight leans on its master, that on its second moment, that on the first, and that on the means of
-its rows.
+``/base_spans`` (``where`` 1). References inside the file are acyclic, at most eight deep: a 16-bit
+weight leans on its master, that on its second moment, that on the first, that on the means of its
+rows; and each of them may be a repeat.
 
 **Checksums.** xxh3-64 of the stored bytes of each chunk; xxh3-128 of the original bytes of each
 span; of a file, xxh3-128 of its skeleton's digest and its spans' digests in order. With the user
@@ -72,16 +73,25 @@ import numpy.typing as npt
 import xxhash
 
 from ckz import codecs
-from ckz.checkpoint import ROLES, Checkpoint, File, Piece, Span, Tensor, contiguous_strides
+from ckz.checkpoint import (
+    CKZ_MAGIC,
+    ROLES,
+    Checkpoint,
+    File,
+    Piece,
+    Span,
+    Tensor,
+    contiguous_strides,
+)
 from ckz.errors import CorruptError
 from ckz.streams import CHUNK, Part, parts_of
 
-MAGIC = b"\x89CKZ\r\n\x1a\n"
+MAGIC = CKZ_MAGIC
 VERSION = 1
 USER_BLOCK = 512
 NO_FILE = (1 << 32) - 1
 MAX_REFS = 1024
-MAX_DEPTH = 4
+MAX_DEPTH = 8
 MAX_REF = 4 * CHUNK
 HEAD = struct.Struct("<8sIIQQ16s")
 HDF5_MAGIC = b"\x89HDF\r\n\x1a\n"
@@ -309,6 +319,8 @@ def _unpack_checkpoint(container: Container) -> Checkpoint:
         tuple(meta["warnings"]),
         numbers=meta["numbers"],
         is_directory=meta["directory"],
+        mode=meta["mode"],
+        mtime_ns=meta["mtime_ns"],
     )
 
 

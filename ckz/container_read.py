@@ -42,6 +42,12 @@ from ckz.container import (
 from ckz.errors import CorruptError, UnsupportedError
 from ckz.streams import CHUNK
 
+# Longer ones no file system takes.
+_MAX_PATH = 4096
+_MAX_NAME = 255
+# Chunks that decoding one may take; a real one takes less than ten.
+_MAX_COST = 1000
+
 
 def is_container(path: Path) -> bool:
     """Tell whether a file starts as a .ckz does, or is named like one."""
@@ -50,7 +56,11 @@ def is_container(path: Path) -> bool:
     if path.suffix == ".ckz":
         return True
     with path.open("rb") as file:
-        return file.read(len(MAGIC)) == MAGIC
+        block = file.read(USER_BLOCK + 8)
+    # One with a damaged magic number, by the length that it states.
+    if block[USER_BLOCK:] == HDF5_MAGIC and block[8:12] == VERSION.to_bytes(4, "little"):
+        return block[16:24] == path.stat().st_size.to_bytes(8, "little")
+    return block.startswith(MAGIC)
 
 
 @contextmanager
@@ -82,7 +92,7 @@ def _read(path: Path, fd: int) -> Container:
         tables, meta, names = _unpack_index(path, blobs, length)
         places = _check_chunks(path, meta, tables, extents)
         _check_spans(path, meta, tables)
-        _check_refs(path, tables)
+        _check_refs(path, meta, tables)
         if len(tables["base_spans"]) and meta["base"] is None:
             raise CorruptError(f"{path}: leans on a base that is not described")
     except (LookupError, TypeError, ValueError, OverflowError, RecursionError) as err:
@@ -153,6 +163,8 @@ def _read_datasets(path: Path, fd: int, length: int) -> dict[str, bytes]:
     try:
         with h5py.File(path, "r", locking=False) as h5:
             for name in (*TABLES, "names", "meta"):
+                if not isinstance(h5.get(name, getlink=True), h5py.HardLink):
+                    raise CorruptError(f"{path}: dataset {name!r} lies in another place")
                 dset = h5[name]
                 if not isinstance(dset, h5py.Dataset) or dset.dtype != np.uint8 or dset.ndim != 1:
                     raise CorruptError(f"{path}: dataset {name!r} is not a run of bytes")
@@ -212,6 +224,8 @@ def _check_meta(path: Path, meta: Any) -> dict[str, Any]:
         "warnings": list,
         "level": str,
         "chunk": int,
+        "mode": int,
+        "mtime_ns": int,
         "numbers": dict,
     }
     for key, kind in kinds.items():
@@ -230,12 +244,18 @@ def _check_meta(path: Path, meta: Any) -> dict[str, Any]:
     base = meta["base"]
     numbers = ("depth", "chain_nbytes", "full_nbytes")
     if base is not None and (
-        type(base["name"]) is not str or not all(type(base[key]) is int for key in numbers)
+        type(base["name"]) is not str
+        or not all(type(base[key]) is int for key in numbers)
+        or not base["name"].isprintable()
+        or base["name"] in ("", ".", "..")
+        or "/" in base["name"]
     ):
         raise CorruptError(f"{path}: the description of the base makes no sense")
     for dtype in meta["dtypes"]:
         if dtype not in ITEMSIZE:
             raise UnsupportedError(f"{path}: dtype {dtype!r} is not known to this ckz")
+    if not 0 <= meta["mode"] <= 0o7777 or abs(meta["mtime_ns"]) >= 1 << 63:
+        raise CorruptError(f"{path}: the directory has an impossible mode or time")
     if meta["chunk"] != CHUNK:
         raise UnsupportedError(f"{path}: chunks of {meta['chunk']} bytes, this ckz knows {CHUNK}")
     checked: dict[str, Any] = meta
@@ -328,15 +348,23 @@ def _check_spans(path: Path, meta: dict[str, Any], tables: dict[str, Rows]) -> N
         raise CorruptError(f"{path}: the spans do not fill their streams")
 
 
-def _check_refs(path: Path, tables: dict[str, Rows]) -> None:
+def _check_refs(path: Path, meta: dict[str, Any], tables: dict[str, Rows]) -> None:
     """Check that references stay inside spans and form no cycle, a few deep."""
     chunks, spans, refs = tables["chunks"], tables["spans"], tables["refs"]
     counts = chunks["refs"].astype(np.int64)
     if np.any(counts > MAX_REFS) or counts.sum() != len(refs) or np.any(refs["where"] > 1):
         raise CorruptError(f"{path}: the reference table does not fit the chunks")
-    if not len(refs):
-        return
     owner = np.repeat(np.arange(len(chunks)), counts)
+    sums = np.bincount(owner, refs["nbytes"], minlength=len(chunks))
+    for number, text in enumerate(meta["codecs"]):
+        of_codec = chunks["codec"] == number
+        count, ratio = codecs.REFERENCES[text.partition(":")[0]]
+        if count is not None and np.any(counts[of_codec] != count):
+            raise CorruptError(f"{path}: a chunk does not have the references of its codec")
+        if ratio is not None and np.any(sums[of_codec] != ratio * chunks["raw"][of_codec]):
+            raise CorruptError(f"{path}: a chunk's references do not have the size it needs")
+    if np.any(sums > MAX_REF):
+        raise CorruptError(f"{path}: a chunk has too large references")
     outside = refs["where"] == 1
     for rows, there in ((refs[~outside], spans), (refs[outside], tables["base_spans"])):
         if np.any(rows["span"] >= len(there)):
@@ -362,6 +390,15 @@ def _check_refs(path: Path, tables: dict[str, Rows]) -> None:
         depth[ready & (depth > MAX_DEPTH)] = level
     if np.any(depth > MAX_DEPTH):
         raise CorruptError(f"{path}: references run in a circle or too deep")
+    # What decoding a chunk costs, in chunks: references must not multiply it.
+    cost = np.ones(len(chunks))
+    for level in range(1, MAX_DEPTH + 1):
+        there = depth[owner] == level
+        for k in range(6):
+            inside = there & (low + k <= high)
+            np.add.at(cost, owner[inside], cost[low[inside] + k])
+    if np.any(cost > _MAX_COST) or cost.sum() > _MAX_COST + 64 * len(chunks):
+        raise CorruptError(f"{path}: references multiply the work of decoding")
 
 
 def _check_names(path: Path, container: Container) -> None:
@@ -371,13 +408,30 @@ def _check_names(path: Path, container: Container) -> None:
     kinds = [KINDS[kind] for kind in container.files["kind"].tolist()]
     if not container.meta["directory"] and (nfiles != 1 or kinds != ["file"] or "/" in paths[0]):
         raise CorruptError(f"{path}: a single file was expected inside")
+    for name, target, kind, size, mode in zip(
+        paths,
+        container.names[nfiles : 2 * nfiles],
+        kinds,
+        container.files["size"].tolist(),
+        container.files["mode"].tolist(),
+        strict=True,
+    ):
+        # Only files have contents: writing those of a link would write to what it points to.
+        if (size and kind != "file") or (kind == "link") != bool(target) or mode > 0o7777:
+            raise CorruptError(f"{path}: {kind} {name[:200]!r} has contents, target or mode amiss")
+        if "\0" in target or len(os.fsencode(target)) > _MAX_PATH:
+            raise CorruptError(f"{path}: link {name[:200]!r} has an impossible target")
+        parts = name.split("/")
+        long = len(os.fsencode(name)) > _MAX_PATH or any(
+            len(os.fsencode(part)) > _MAX_NAME for part in parts
+        )
+        if long or "\0" in name or any(part in ("", ".", "..") for part in parts):
+            raise CorruptError(f"{path}: file name {name[:200]!r} is impossible")
     holders = {name for name, kind in zip(paths, kinds, strict=True) if kind != "dir"}
     if len(set(paths)) != nfiles:
         raise CorruptError(f"{path}: the same file name stands twice inside")
     for name in paths:
         parts = name.split("/")
-        if "\0" in name or any(part in ("", ".", "..") for part in parts):
-            raise CorruptError(f"{path}: file name {name!r} would leave the output directory")
         if any("/".join(parts[:k]) in holders for k in range(1, len(parts))):
             raise CorruptError(f"{path}: file {name!r} would lie inside another file or a link")
     rows, pieces, nspans = container.tensor_rows, container.piece_rows, container.models

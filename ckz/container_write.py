@@ -138,6 +138,8 @@ class Writer:
             dtypes.setdefault(span.dtype, len(dtypes))
         for tensor in checkpoint.tensors:
             dtypes.setdefault(tensor.dtype, len(dtypes))
+        if any(abs(file.mtime_ns) >= 1 << 63 for file in checkpoint.files):
+            raise UnsupportedError("a file has a modification time that cannot be recorded")
         files, spans, stream_rows = _pack_spans(checkpoint, streams, digests, dtypes, packed)
         tensors, pieces, dims = _pack_tensors(checkpoint, dtypes)
         names = [os.fsencode(file.path) for file in checkpoint.files]
@@ -167,6 +169,8 @@ class Writer:
             "warnings": checkpoint.warnings,
             "level": level,
             "chunk": CHUNK,
+            "mode": checkpoint.mode,
+            "mtime_ns": checkpoint.mtime_ns,
             "base": base,
             "numbers": dict(checkpoint.numbers),
         }

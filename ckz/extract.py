@@ -80,6 +80,7 @@ def extract(
         head = header(chosen)
         total = sum(tensor.nbytes for tensor in chosen)
         if not dry_run:
+            atomic.check_space(target, len(head) + total)
             needed = f"{len(head) + total} bytes needed"
             mode = source.stat().st_mode & 0o666
             with (

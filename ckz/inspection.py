@@ -101,7 +101,7 @@ def _inspect(checkpoint: Checkpoint, path: Path, container: Container | None) ->
             if uses[number] > 1 and len(pieces) == 1:
                 notes = (*notes, SHARED)
             if cost is not None and stored is not None:
-                share = 1.0 if len(pieces) > 1 else min(1.0, nbytes / span.nbytes)
+                share = 1.0 if len(pieces) > 1 else min(1.0, nbytes / max(1, span.nbytes))
                 cost += share * stored[number]
         rows.append(
             Row(name, dtype, shape, role, nbytes, None if cost is None else round(cost), notes)

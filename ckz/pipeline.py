@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
 import sys
 import tempfile
 import time
@@ -31,14 +30,14 @@ from ckz.container import Container, Ref
 from ckz.container_read import is_container, open_container
 from ckz.container_write import Writer
 from ckz.encoding import Encoder
-from ckz.errors import CkzError, CorruptError, IncompleteError, UnsupportedError
+from ckz.errors import CorruptError, IncompleteError, UnsupportedError
 from ckz.files import FileSet
 from ckz.formats import read_checkpoint
 from ckz.matching import Lean, match_base
 from ckz.plan import make_plan, summary
 from ckz.replaying import Replay, find_replays
 from ckz.restore import Decoder, decode_all
-from ckz.workers import DEFAULT_MEMORY, in_order, start_workers
+from ckz.workers import DEFAULT_MEMORY, Workers, in_order, start_workers
 
 OnProgress = Callable[[int, int, int], None]
 AnyPath = str | os.PathLike[str]
@@ -158,13 +157,11 @@ def compress(
             )
         finally:
             writer.close()
+        # Whatever a reader would refuse must not get a name.
+        with open_container(temporary) as container:
+            if verify:
+                _decode_and_drop(container, base if snapshot else None, workers)
         if verify:
-            with (
-                open_container(temporary) as container,
-                open_decoder(container, base=Path(base) if base else None) as decoder,
-            ):
-                for _ in decode_all(decoder, workers):
-                    pass
             check_unchanged(checkpoint)
     return _report(source, output, checkpoint, stored, began, sums, state.roles)
 
@@ -184,6 +181,12 @@ def _find_replays(
 
         numbers = snapshot.checkpoint.numbers, checkpoint.numbers
         return find_replays(checkpoint, leans, numbers, read_ref)
+
+
+def _decode_and_drop(container: Container, base: AnyPath | None, workers: Workers) -> None:
+    with _decoder(container, base, None) as decoder:
+        for _ in decode_all(decoder, workers):
+            pass
 
 
 def _base_meta(snapshot: Snapshot | None, used: dict[int, int]) -> dict[str, object] | None:
@@ -246,7 +249,7 @@ def decompress(
         output = Path(output) if output else source.with_name(recorded_name(container))
         target = atomic.check_target(output, force)
         if not dry_run:
-            _check_space(target, checkpoint.nbytes)
+            atomic.check_space(target, checkpoint.nbytes)
             stack.enter_context(
                 atomic.explain_full_disk(target, f"{checkpoint.nbytes} bytes needed")
             )
@@ -255,11 +258,13 @@ def decompress(
             workers = stack.enter_context(start_workers(threads, memory))
             paths = _create(checkpoint, temporary)
             state = _Progress(checkpoint.nbytes, progress)
-            with FileSet(paths, os.O_WRONLY) as files:
+            with FileSet(paths, os.O_WRONLY | os.O_NOFOLLOW) as files:
                 for raw, stored in decode_all(decoder, workers, files):
                     state.add("", raw, stored)
             _check_sha256(container, paths)
-            _set_attributes(checkpoint, paths)
+            if checkpoint.is_directory:
+                atomic.sync_tree(temporary)
+            _set_attributes(checkpoint, paths, temporary)
         sums = container.meta["sha256"]
         return _report(source, output, checkpoint, container.nbytes, began, sums)
 
@@ -375,6 +380,11 @@ def _verify_source(
     with start_workers(threads, memory) as workers:
         for nbytes in check_crcs(checkpoint, workers):
             state.add("", nbytes, 0)
+    if checkpoint.is_directory:
+        for index, file in enumerate(checkpoint.files):
+            inside = checkpoint.path_of(index)
+            if file.kind == "file" and is_container(inside):
+                verify(inside, threads=threads, memory=memory)
     check_unchanged(checkpoint)
     return _report(path, "", checkpoint, checkpoint.nbytes, began)
 
@@ -447,23 +457,15 @@ def _sha256(path: Path) -> str:
 
 def _check_sha256(container: Container, paths: list[Path]) -> None:
     for path, file in zip(paths, container.checkpoint.files, strict=True):
-        expected = container.meta["sha256"].get(file.path)
+        expected = container.meta["sha256"].get(file.path) if file.kind == "file" else None
         if expected and _sha256(path) != expected:
             raise CorruptError(f"{container.path}: file {file.path!r}: sha256 mismatch")
-
-
-def _check_space(target: Path, needed: int) -> None:
-    free = shutil.disk_usage(target.parent).free
-    if free < needed:
-        raise CkzError(
-            f"{target}: no space left on the disk: {needed} bytes needed, {free} bytes are free"
-        )
 
 
 def _new_output(checkpoint: Checkpoint, target: Path, force: bool) -> AbstractContextManager[Path]:
     if checkpoint.is_directory:
         return atomic.new_directory(target, force=force)
-    return atomic.new_file(target, force=force, mode=checkpoint.files[0].mode)
+    return atomic.new_file(target, force=force, mode=checkpoint.files[0].mode & 0o1777)
 
 
 def _create(checkpoint: Checkpoint, root: Path) -> list[Path]:
@@ -481,12 +483,18 @@ def _create(checkpoint: Checkpoint, root: Path) -> list[Path]:
     return paths
 
 
-def _set_attributes(checkpoint: Checkpoint, paths: list[Path]) -> None:
-    """Set modes and times, of what lies inside a directory before the directory itself."""
+def _set_attributes(checkpoint: Checkpoint, paths: list[Path], root: Path) -> None:
+    """Set modes and times, of what lies inside a directory before the directory itself.
+
+    Files do not get back the bits that let them run as their owner: the container may be anyone's.
+    """
     for path, file in reversed(list(zip(paths, checkpoint.files, strict=True))):
         if file.kind != "link":
-            path.chmod(file.mode)
+            path.chmod(file.mode & (0o3777 if file.kind == "dir" else 0o1777))
         os.utime(path, ns=(file.mtime_ns, file.mtime_ns), follow_symlinks=False)
+    if checkpoint.is_directory:
+        root.chmod(checkpoint.mode & 0o3777)
+        os.utime(root, ns=(checkpoint.mtime_ns, checkpoint.mtime_ns))
 
 
 def _report(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable
 
@@ -9,12 +10,16 @@ import numpy as np
 import numpy.typing as npt
 
 from ckz.checkpoint import ITEMSIZE, Checkpoint, Piece, Span, Tensor, extent, numpy_dtype
-from ckz.errors import CorruptError
+from ckz.errors import CorruptError, UnsupportedError
 from ckz.formats import hdf5_filters
 
 Bytes = npt.NDArray[np.uint8]
 # Fills an array with the bytes of span number from a byte offset.
 ReadSpan = Callable[[int, int, Bytes], None]
+
+
+# What no piece covers is zero. So much of it is no sparse tensor but a trap.
+_MAX_UNCOVERED = 1 << 30
 
 
 def tensor_values(
@@ -32,7 +37,13 @@ def tensor_values(
     itemsize = ITEMSIZE[tensor.dtype]
     # Values move as bits: not every dtype of ml_dtypes can be strided.
     bits = np.dtype(np.complex128 if itemsize == 16 else f"u{itemsize}")
-    out = np.zeros(tensor.shape, bits)
+    covered = sum(math.prod(piece.shape) for piece in tensor.pieces)
+    if (math.prod(tensor.shape) - covered) * itemsize > _MAX_UNCOVERED:
+        raise UnsupportedError(f"tensor {tensor.name!r}: nearly all of it lies nowhere")
+    try:
+        out = np.zeros(tensor.shape, bits)
+    except (ValueError, MemoryError) as err:
+        raise UnsupportedError(f"tensor {tensor.name!r} does not fit into memory") from err
     for piece in tensor.pieces:
         span = checkpoint.spans[piece.span]
         data = _piece_bytes(span, piece, itemsize, read)
@@ -41,9 +52,12 @@ def tensor_values(
         box = np.lib.stride_tricks.as_strided(elements, piece.shape, strides, writeable=False)
         out[tuple(slice(a, a + n) for a, n in zip(piece.start, piece.shape, strict=True))] = box
     values = out.view(numpy_dtype(tensor.dtype))
-    if tensor.transform == "conj":
-        return np.conj(values)
-    return np.negative(values) if tensor.transform == "neg" else values
+    try:
+        if tensor.transform == "conj":
+            return np.conj(values)
+        return np.negative(values) if tensor.transform == "neg" else values
+    except TypeError as err:
+        raise CorruptError(f"tensor {tensor.name!r}: its dtype has no {tensor.transform}") from err
 
 
 def _piece_bytes(span: Span, piece: Piece, itemsize: int, read: ReadSpan) -> Bytes:

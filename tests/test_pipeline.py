@@ -22,7 +22,7 @@ import torch
 from conftest import state
 
 import ckz
-from ckz import pipeline
+from ckz import atomic, pipeline
 from ckz.container_read import open_container
 from ckz.errors import ChangedError, CkzError, CorruptError, ExistsError, IncompleteError
 
@@ -215,7 +215,7 @@ def run(code: str, *args: object, limit: int | None = None) -> subprocess.Comple
 COMPRESS = """
 import sys
 from pathlib import Path
-from ckz import pipeline
+from ckz import atomic, pipeline
 from ckz.errors import CkzError
 try:
     pipeline.compress(Path(sys.argv[1]), Path(sys.argv[2]), force=True)
@@ -242,7 +242,7 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path, limit: int) -> None:
 
 def test_decompress_knows_what_it_needs(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     packed = round_trip(model)
-    monkeypatch.setattr(pipeline.shutil, "disk_usage", lambda _: type("U", (), {"free": 5}))
+    monkeypatch.setattr(atomic.shutil, "disk_usage", lambda _: type("U", (), {"free": 5}))
     with pytest.raises(CkzError, match=f"{model.stat().st_size} bytes needed, 5 bytes are free"):
         pipeline.decompress(packed, model.with_name("other"))
 

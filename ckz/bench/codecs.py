@@ -31,7 +31,7 @@ Bytes = npt.NDArray[np.uint8]
 
 SKELETON = "skeleton"
 # Of a codec with such a field every value is tried.
-_FIELDS: dict[str, tuple[Any, ...]] = {"level": (1, 3, 19)}
+_FIELDS: dict[str, tuple[Any, ...]] = {"level": (1, 3, 19), "shuffle": (1,)}
 # What took longer than so many seconds is not measured again.
 _PATIENCE = 1.0
 # A first call, which is not measured, has so many bytes.
@@ -260,7 +260,7 @@ def variants(stream: Stream) -> Iterator[codecs.Codec]:
 
 
 def _leans_on_nothing(candidate: Candidate) -> bool:
-    return not (candidate.source or candidate.matrix)
+    return not (candidate.source or candidate.matrix or candidate.inputs)
 
 
 def _spent(tallies: Sequence[_Tally]) -> float:

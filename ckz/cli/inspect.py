@@ -54,7 +54,7 @@ def _matches(name: str, globs: Sequence[str]) -> bool:
 
 
 def _lines(found: Inspection, *, everything: bool, totals: bool, verbose: int) -> Iterator[str]:
-    parts = [found.format, text.count(found.files, "file")]
+    parts = [text.printable(found.format), text.count(found.files, "file")]
     parts.append(text.count(len(found.tensors), "tensor"))
     if found.stored_nbytes is None:
         parts.append(text.size(found.raw_nbytes))

@@ -23,7 +23,7 @@ def display(name: str, standard: str) -> str:
 
 def compressed(source: Path) -> Path:
     """``model.pt`` becomes ``model.pt.ckz``, beside it."""
-    path = source if source.name not in ("", "..") else source.resolve()
+    path = source if source.name not in ("", "..") else Path(os.path.realpath(source))
     if not path.name:
         raise UsageError(f"{source}: has no name to build the output's from; use -o")
     return path.with_name(path.name + SUFFIX)
@@ -98,7 +98,7 @@ def targets(
     by_target = defaultdict(list)
     for source in sources:
         if (target := pairs[source]) is not None:
-            by_target[target.resolve()].append(source)
+            by_target[Path(os.path.realpath(target))].append(source)
     for target, rivals in by_target.items():
         if len(rivals) > 1:
             raise UsageError(f"{' and '.join(rivals)} would both become {target}")
@@ -135,7 +135,7 @@ def check_target(source: Path, target: Path, *, force: bool) -> None:
         raise ExistsError(f"{target}: exists; --force replaces it")
     if target.exists() and not (target.is_file() or target.is_dir()):
         raise ExistsError(f"{target}: not a regular file; use -c to write to it")
-    if source.is_dir() and target.resolve().is_relative_to(source.resolve()):
+    if source.is_dir() and Path(os.path.realpath(target)).is_relative_to(os.path.realpath(source)):
         raise CkzError(f"{target}: lies inside the input; use -o to write it elsewhere")
     if not target.parent.is_dir():
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(target.parent))

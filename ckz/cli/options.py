@@ -18,7 +18,10 @@ def parse_size(text: str | int) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kmgt]?)(i?)b?", str(text).strip().lower())
     if not match or (match[3] and not match[2]):
         raise typer.BadParameter(f"{text!r} is not a size: write 160M, 1.5G or 1GiB")
-    return int(float(match[1]) * (1024 if match[3] else 1000) ** _UNITS[match[2]])
+    size = float(match[1]) * (1024 if match[3] else 1000) ** _UNITS[match[2]]
+    if size > 1 << 62:
+        raise typer.BadParameter(f"{text!r} is more than any machine has")
+    return int(size)
 
 
 Sources = Annotated[

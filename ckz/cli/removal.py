@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import stat
 from pathlib import Path
 
 from ckz.errors import ChangedError, CkzError
+
+_KEPT = (stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK)
 
 State = dict[Path, tuple[int, int, int]]
 
@@ -23,6 +27,8 @@ def state_of(path: Path) -> State:
     state = {}
     for each in (path, *path.rglob("*")):
         found = each.lstat()
+        if stat.S_IFMT(found.st_mode) not in _KEPT:
+            raise CkzError(f"{each}: is not kept in a .ckz, so --rm would lose it")
         state[each] = (found.st_ino, found.st_size, found.st_mtime_ns)
     return state
 
@@ -38,6 +44,10 @@ def remove(path: Path, before: State) -> None:
     if state_of(path) != before:
         raise ChangedError(f"{path}: changed in the meantime, so it is kept")
     if path.is_dir():
+        # All of it or nothing: what may not be emptied is found before anything goes.
+        for folder in (each for each in before if each.is_dir() and not each.is_symlink()):
+            if not os.access(folder, os.W_OK | os.X_OK):
+                raise CkzError(f"{folder}: may not be written to, so {path} is kept")
         shutil.rmtree(path)
     else:
         path.unlink()

@@ -66,6 +66,22 @@ CODECS: dict[str, Any] = {
 }
 
 
+# How many references a chunk has, and how many bytes in all, as a multiple of its own; None: free.
+REFERENCES: dict[str, tuple[int | None, int | None]] = {
+    "raw": (0, 0),
+    "zstd": (0, 0),
+    "planes": (0, 0),
+    "same": (1, 1),
+    "rowcol": (2, None),
+    "cast": (None, Cast.ratio),
+    "ulp": (None, 1),
+    "adam-weight": (3, 3),
+    "adam-variance": (3, 3),
+    "bitmask": (None, 1),
+    "xor": (None, 1),
+}
+
+
 def spec(codec: Codec) -> str:
     """Write a codec as text, e.g. ``planes:dtype=bfloat16``."""
     changed = [

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Protocol
 
-from ckz.checkpoint import Checkpoint, File, check_layout, uncollected
+from ckz.checkpoint import CKZ_MAGIC, Checkpoint, File, check_layout, uncollected
 from ckz.errors import CkzError, CorruptError, UnsupportedError
 from ckz.formats import (
     directory,
@@ -130,6 +130,8 @@ def read_source(source: Source) -> Layout:
 
 
 def _choose(source: Source, head: bytes) -> Layout:
+    if head.startswith(CKZ_MAGIC):
+        return Layout("ckz")  # it is HDF5 too, but of no tensors
     if zips.sniff(head):
         members = zips.members(source)
         for holds, read_members in ZIP_READERS:

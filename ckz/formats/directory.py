@@ -76,6 +76,7 @@ _KINDS = {stat.S_IFREG: "file", stat.S_IFDIR: "dir", stat.S_IFLNK: "link"}
 
 def _joined(found: Directory, warnings: list[str]) -> Checkpoint:
     """Join the layouts of all files; tensors are told apart by their files where need be."""
+    info = found.root.stat()
     with_tensors = [index for index, layout in enumerate(found.layouts) if layout.tensors]
     spans: list[Span] = []
     tensors: list[Tensor] = []
@@ -109,4 +110,6 @@ def _joined(found: Directory, warnings: list[str]) -> Checkpoint:
         {path: value for layout in found.layouts for path, value in layout.numbers},
         tuple(s._replace(file=i) for i, layout in enumerate(found.layouts) for s in layout.sums),
         is_directory=True,
+        mode=stat.S_IMODE(info.st_mode),
+        mtime_ns=info.st_mtime_ns,
     )

@@ -20,6 +20,7 @@ _DANGEROUS_BUILTINS = frozenset({
 })
 # fmt: on
 _MAX_LISTED = 20
+_MAX_TEXT = 200  # characters of a name
 
 
 def is_dangerous(name: Global) -> bool:
@@ -35,10 +36,14 @@ def is_dangerous(name: Global) -> bool:
 def warnings_of(names: Iterable[Global], is_expected: Callable[[Global], bool]) -> Iterator[str]:
     """Give one line for each dangerous name, and one for all others that are not expected."""
     odd = []
+    dangerous = 0
     for name in names:
         # In one line, whatever the file calls it.
-        text = str(name).encode("unicode_escape").decode()
+        text = str(name)[:_MAX_TEXT].encode("unicode_escape").decode()
         if is_dangerous(name):
+            dangerous += 1
+            if dangerous > _MAX_LISTED:
+                continue
             yield f"dangerous global {text} in the pickle (never executed)"
         elif not is_expected(name):
             odd.append(text)

@@ -102,6 +102,8 @@ class _Walk:
         self._above.add(key)
         for part, child in below:
             self._steps += 1
+            if type(part) is str and len(part) > _MAX_NAME:
+                continue  # to join it to many names would take for ever
             if type(child) in _HOLDERS and self._steps < _LAST_STEP:
                 self._visit(child, joined(name, part), depth + 1)
         self._above.discard(key)
@@ -118,7 +120,8 @@ def _numel(persistent: PersistentId) -> Any:
     value = persistent.value
     if type(value) is not tuple or len(value) < 5:
         return None
-    return value[5][2] if len(value) > 5 and type(value[5]) is tuple else value[4]
+    view = value[5] if len(value) > 5 else None
+    return view[2] if type(view) is tuple and len(view) == 3 else value[4]
 
 
 def joined(name: str | None, part: Any) -> str | None:

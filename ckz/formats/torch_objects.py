@@ -61,6 +61,8 @@ _SAFE = frozenset({
 })
 # fmt: on
 
+_MAX_METADATA = 16
+
 
 class Storage(NamedTuple):
     """Where the values of a storage lie in the file.
@@ -252,7 +254,8 @@ def _are_indices(values: tuple[Any, ...]) -> bool:
 
 
 def _transform(metadata: Any) -> str:
-    if isinstance(metadata, Call):
+    # Real metadata have two entries; to search thousands for each tensor would take for ever.
+    if isinstance(metadata, Call) and len(metadata.pairs) <= _MAX_METADATA:
         for bit in ("conj", "neg"):
             if metadata.get(bit) is True:
                 return bit

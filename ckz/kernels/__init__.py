@@ -35,7 +35,10 @@ class Kernel:
         """The body as Numba compiles it; cached on disk."""
         import numba
 
-        function: Callable[..., Any] = numba.njit(self.body, nogil=True, cache=True)
+        try:
+            function: Callable[..., Any] = numba.njit(self.body, nogil=True, cache=True)
+        except RuntimeError:  # nowhere to write the cache: a read-only installation
+            function = numba.njit(self.body, nogil=True)
         return function
 
     def __call__(self, *args: Any) -> Any:
