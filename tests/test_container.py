@@ -122,7 +122,7 @@ def rewrite(path: Path, change: Callable[[dict[str, np.ndarray], dict[str, objec
             "refs": container.refs,
             "tensors": container.tensor_rows,
             "pieces": container.piece_rows,
-            "base_spans": np.array([], layout.BASE_SPANS),
+            "base_spans": container.base_spans,
             "dims": container.dims,
         }
         tables = {name: rows.copy() for name, rows in tables.items()}
