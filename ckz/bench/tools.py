@@ -191,6 +191,8 @@ def run(command: Sequence[str | Path]) -> Usage:
     CkzError
         With the last line that it said, if it fails or takes too long.
     """
+    # A tool that cannot keep its bytecode compiles itself at each start; installed ones do not.
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     with subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", _LAUNCHER, *command],
         stdin=subprocess.DEVNULL,
@@ -199,6 +201,7 @@ def run(command: Sequence[str | Path]) -> Usage:
         text=True,
         errors="replace",
         process_group=0,
+        env=environment,
         cwd=Path(ckz.__file__).parents[1],  # for -m finds this ckz there
     ) as launcher:
         try:

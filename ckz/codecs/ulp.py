@@ -28,6 +28,7 @@ from ckz.kernels.buffers import scratch
 
 Bytes = npt.NDArray[np.uint8]
 Words = npt.NDArray[Any]
+Counts = npt.NDArray[np.int64]
 
 _ESCAPE = 255
 # Symbols that say little are given as a bitmap and the others: a Huffman code has a floor of a bit.
@@ -68,13 +69,17 @@ class Ulp:
         decode_difference(self.dtype, payload, base, out.view(base.dtype))
 
 
-def _classes(dtype: str, base: Words) -> tuple[Bytes, npt.NDArray[np.int64]]:
-    """Give the class of each element and where each class starts, once sorted."""
+def _classes(dtype: str, base: Words) -> tuple[Bytes, Counts, Counts]:
+    """Give the class of each element and where each starts, once sorted: in all, and by lane."""
     _, shift, width = EXPONENTS[dtype]
     coarse = next(coarse for size, coarse in _COARSE if base.size >= size)
-    classes, counts = scratch("classes", base.size), np.empty(kernels.CLASSES, np.int64)
+    classes = scratch("classes", base.size)
+    counts = np.empty((kernels.LANES, kernels.CLASSES), np.int64)
     kernels.classes(base, shift, width, coarse, classes, counts)
-    return classes, np.concatenate([[0], np.cumsum(counts[: max(1, kernels.CLASSES >> coarse)])])
+    ends = np.cumsum(counts.sum(axis=0))
+    lanes = np.cumsum(counts, axis=0) - counts
+    lanes[:, 1:] += ends[:-1]
+    return classes, np.concatenate([[0], ends[: max(1, kernels.CLASSES >> coarse)]]), lanes
 
 
 def _is_float(dtype: str) -> bool:
@@ -85,8 +90,8 @@ def encode_difference(dtype: str, current: Words, base: Words) -> bytes:
     """Code elements as differences to others, both as unsigned bits."""
     zigzag, ordered = (scratch(key, base.size, base.dtype) for key in ("zigzag", "sorted"))
     kernels.zigzag(current, base, _is_float(dtype), zigzag)
-    classes, starts = _classes(dtype, base)
-    kernels.scatter(zigzag, classes, starts, ordered)
+    classes, starts, lanes = _classes(dtype, base)
+    kernels.scatter(zigzag, classes, lanes, ordered)
     coded = [
         _encode_class(ordered[first:last])
         for first, last in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)
@@ -102,7 +107,7 @@ def decode_difference(dtype: str, payload: memoryview, base: Words, out: Words) 
     CorruptError
         If the payload does not fit the base.
     """
-    classes, starts = _classes(dtype, base)
+    classes, starts, lanes = _classes(dtype, base)
     size = _CLASS.size * (len(starts) - 1)
     if len(payload) < size:
         raise CorruptError("a difference lacks its header")
@@ -113,7 +118,7 @@ def decode_difference(dtype: str, payload: memoryview, base: Words, out: Words) 
         payload = _decode_class(head, payload, ordered[first:last])
     if len(payload):
         raise CorruptError("a difference does not end where it should")
-    kernels.gather(ordered, classes, starts, zigzag)
+    kernels.gather(ordered, classes, lanes, zigzag)
     kernels.add_zigzag(base, zigzag, _is_float(dtype), out)
 
 
@@ -148,11 +153,10 @@ def _encode_symbols(symbols: Bytes) -> tuple[int, list[bytes | memoryview]]:
     count = int(np.count_nonzero(symbols))
     if count > symbols.size // 2:
         return _PLAIN, encode_planes([symbols])
-    changed = symbols != 0
-    return _BITMAP, [
-        struct.pack("<I", count),
-        *encode_planes([np.packbits(changed), symbols[changed]]),
-    ]
+    changed = scratch("changed", symbols.size + 1)
+    kernels.squeeze(symbols, changed)
+    planes = encode_planes([np.packbits(symbols), changed[:count]])
+    return _BITMAP, [struct.pack("<I", count), *planes]
 
 
 def _low_planes(values: Words, k: int) -> list[Bytes]:
@@ -211,10 +215,9 @@ def _decode_symbols(form: int, payload: memoryview, n: int) -> tuple[Bytes, memo
     if count > n:
         raise CorruptError("a class of differences has more changes than elements")
     (bitmap, values), rest = decode_planes(payload[4:], [(n + 7) // 8, count])
-    changed = np.unpackbits(bitmap, count=n).view(bool)
+    changed = np.unpackbits(bitmap, count=n)
     if int(np.count_nonzero(changed)) != count:
         raise CorruptError("a class of differences does not have the changes its bitmap shows")
     symbols = scratch("symbols", n)
-    symbols[:] = 0
-    symbols[changed] = values
+    kernels.spread(changed, values, symbols)
     return symbols, rest

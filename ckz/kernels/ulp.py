@@ -3,7 +3,8 @@
 Bits become *ordered* integers: the magnitude of negative patterns is flipped, so that neighbouring
 floats are neighbouring numbers. Differences wrap and are zigzagged: 0, -1, 1, -2, ... become 0, 1,
 2, 3, ... An element's *class* is how far its base's exponent lies below a chunk's largest one; the
-*coarse* lowest bits of that are dropped.
+*coarse* lowest bits of that are dropped. Sorting by class keeps the order within one; compiled, it
+works at ``LANES`` parts of a chunk by turns, for each place waits for the one before it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from ckz.kernels import Kernel
 from ckz.kernels.buffers import scratch
 
 CLASSES = 12
+LANES = 4
 
 Words = npt.NDArray[Any]
 
@@ -98,8 +100,10 @@ def _classes_numpy(
     np.minimum(exponent, CLASSES - 1, out=exponent)
     out[:] = exponent
     np.right_shift(out, coarse, out=out)
-    for c in range(CLASSES):
-        counts[c] = np.count_nonzero(out == c)
+    part = out.size // LANES
+    for lane in range(LANES):
+        end = (lane + 1) * part if lane < LANES - 1 else out.size
+        counts[lane] = np.bincount(out[lane * part : end], minlength=CLASSES)
 
 
 def _classes_body(
@@ -117,8 +121,12 @@ def _classes_body(
     for i in range(base.size):
         out[i] = min(top - (np.int64(base[i]) >> shift & mask), CLASSES - 1) >> coarse
     counts[:] = 0
-    for i in range(out.size):
-        counts[out[i]] += 1
+    part = out.size // LANES
+    for i in range(part):
+        for lane in range(LANES):
+            counts[lane, out[lane * part + i]] += 1
+    for i in range(LANES * part, out.size):
+        counts[LANES - 1, out[i]] += 1
 
 
 def _scatter_numpy(values: Words, classes: npt.NDArray[np.uint8], starts: Any, out: Words) -> None:
@@ -127,10 +135,16 @@ def _scatter_numpy(values: Words, classes: npt.NDArray[np.uint8], starts: Any, o
 
 def _scatter_body(values: Words, classes: npt.NDArray[np.uint8], starts: Any, out: Words) -> None:
     at = starts.copy()
-    for i in range(values.size):
+    part = values.size // LANES
+    for i in range(part):
+        for lane in range(LANES):
+            c = classes[lane * part + i]
+            out[at[lane, c]] = values[lane * part + i]
+            at[lane, c] += 1
+    for i in range(LANES * part, values.size):
         c = classes[i]
-        out[at[c]] = values[i]
-        at[c] += 1
+        out[at[LANES - 1, c]] = values[i]
+        at[LANES - 1, c] += 1
 
 
 def _gather_numpy(values: Words, classes: npt.NDArray[np.uint8], starts: Any, out: Words) -> None:
@@ -139,10 +153,46 @@ def _gather_numpy(values: Words, classes: npt.NDArray[np.uint8], starts: Any, ou
 
 def _gather_body(values: Words, classes: npt.NDArray[np.uint8], starts: Any, out: Words) -> None:
     at = starts.copy()
-    for i in range(values.size):
+    part = values.size // LANES
+    for i in range(part):
+        for lane in range(LANES):
+            c = classes[lane * part + i]
+            out[lane * part + i] = values[at[lane, c]]
+            at[lane, c] += 1
+    for i in range(LANES * part, values.size):
         c = classes[i]
-        out[i] = values[at[c]]
-        at[c] += 1
+        out[i] = values[at[LANES - 1, c]]
+        at[LANES - 1, c] += 1
+
+
+def _squeeze_numpy(symbols: npt.NDArray[np.uint8], out: npt.NDArray[np.uint8]) -> None:
+    out[: np.count_nonzero(symbols)] = symbols[symbols != 0]
+
+
+def _squeeze_body(symbols: npt.NDArray[np.uint8], out: npt.NDArray[np.uint8]) -> None:
+    at = 0
+    for i in range(symbols.size):
+        out[at] = symbols[i]
+        at += symbols[i] != 0
+
+
+def _spread_numpy(
+    changed: npt.NDArray[np.uint8], values: npt.NDArray[np.uint8], out: npt.NDArray[np.uint8]
+) -> None:
+    out[:] = 0
+    out[changed.view(bool)] = values
+
+
+def _spread_body(
+    changed: npt.NDArray[np.uint8], values: npt.NDArray[np.uint8], out: npt.NDArray[np.uint8]
+) -> None:
+    at = 0
+    for i in range(out.size):
+        if changed[i]:
+            out[i] = values[at]
+            at += 1
+        else:
+            out[i] = 0
 
 
 zigzag = Kernel(_zigzag_body, _zigzag_numpy)
@@ -150,3 +200,7 @@ add_zigzag = Kernel(_add_zigzag_body, _add_zigzag_numpy)
 classes = Kernel(_classes_body, _classes_numpy)
 scatter = Kernel(_scatter_body, _scatter_numpy)
 gather = Kernel(_gather_body, _gather_numpy)
+# The symbols that are not zero; as long as the symbols, with room for one more.
+squeeze = Kernel(_squeeze_body, _squeeze_numpy)
+# Undoes it: as many values as changed elements.
+spread = Kernel(_spread_body, _spread_numpy)
