@@ -132,13 +132,27 @@ def test_sorting_by_class(dtype: type, shift: int, width: int, coarse: int) -> N
     base = np.random.default_rng(0).integers(0, np.iinfo(dtype).max, 500, dtype=dtype)
     found = []
     for form in forms(ulp.classes):
-        classes, counts = np.empty(500, np.uint8), np.empty(ulp.CLASSES, np.int64)
+        classes, counts = np.empty(500, np.uint8), np.empty((ulp.LANES, ulp.CLASSES), np.int64)
         form(base, shift, width, coarse, classes, counts)
         found.append([classes, counts])
     classes, counts = assert_equal(found)
     assert counts.sum() == 500
-    starts = np.concatenate([[0], np.cumsum(counts)])
+    inside = np.cumsum(counts, axis=0) - counts
+    starts = inside + np.cumsum(counts.sum(axis=0)) - counts.sum(axis=0)
     (ordered,) = assert_equal(outputs(ulp.scatter, [base, classes, starts], [(500, dtype)]))
     assert np.array_equal(ordered, base[np.argsort(classes, kind="stable")])
     (back,) = assert_equal(outputs(ulp.gather, [ordered, classes, starts], [(500, dtype)]))
     assert np.array_equal(back, base)
+
+
+def test_changed_symbols() -> None:
+    rng = np.random.default_rng(0)
+    symbols = rng.integers(0, 255, 500, np.uint8) * (rng.random(500) < 0.3)
+    symbols = symbols.astype(np.uint8)
+    values = symbols[symbols != 0]
+    for squeeze, spread in zip(forms(ulp.squeeze), forms(ulp.spread), strict=True):
+        found, back = np.empty(501, np.uint8), np.empty(500, np.uint8)
+        squeeze(symbols, found)
+        assert np.array_equal(found[: values.size], values)
+        spread((symbols != 0).view(np.uint8), values, back)
+        assert np.array_equal(back, symbols)
