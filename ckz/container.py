@@ -29,24 +29,26 @@ offset  bytes  content
   file, ``chain_nbytes`` and ``full_nbytes``: stored bytes of those that lean on others, and of the
   last), ``numbers`` (path -> optimizer hyperparameter),
   ``mode``, ``mtime_ns`` (of a directory).
-- ``/files /spans /streams /chunks /refs /tensors /pieces /base_spans``: tables, see the dtypes in
-  this module.
-  A table is one zstd frame of its rows, transposed: the first byte of every row, the second...
-- ``/dims``: int64, as a table. For each tensor its shape, and for each of its pieces that is not
-  the whole tensor in row-major order: shape, strides, start.
-- ``/names``: one zstd frame of all names in UTF-8 (surrogates pass): file paths, link targets,
-  tensor names, names of base spans, in table order; ``/name_lengths``: uint32, as a table.
+- ``/index``: one zstd frame of the tables, end to end: for each table its number of rows, uint64;
+  then each table's rows, transposed: the first byte of every row, the second...; then the names.
+  (One dataset for all of them, because HDF5 takes 350 bytes for each.)
+
+**Tables**, in this order: ``files spans streams chunks refs tensors pieces base_spans``, see the
+dtypes in this module; ``dims``, int64: for each tensor its shape, and for each of its pieces that
+is not the whole tensor in row-major order shape, strides, start; ``name_lengths``, uint32. Names
+are in UTF-8 (surrogates pass): file paths, link targets, tensor names, names of base spans, in
+table order.
 
 **Meaning.** A file is tiled by its spans (sorted by offset) and its *skeleton*, what they leave
-over. The first rows of ``/spans`` are the skeletons of the files, one a file, with offset 0. The
+over. The first rows of ``spans`` are the skeletons of the files, one a file, with offset 0. The
 last ones may belong to no file (``file`` 2**32 - 1): they are *models*, numbers that chunks of a
 tensor share, such as its row and column means. Spans lie in streams: span s is bytes ``at`` to
 ``at + nbytes`` of its stream, and the spans of a stream tile it. A stream is cut into chunks of
 ``chunk`` bytes, the last one shorter. Chunks stand in stream order; the stored bytes of all chunks,
 in order, are the payload datasets laid end to end.
-A chunk's references (``refs`` of the chunk row, 1024 at most; in order in ``/refs``) name byte
+A chunk's references (``refs`` of the chunk row, 1024 at most; in order in ``refs``) name byte
 ranges, each of at most four chunks' length, of spans of this file (``where`` 0) or of
-``/base_spans`` (``where`` 1). References inside the file are acyclic, at most eight deep: a 16-bit
+``base_spans`` (``where`` 1). References inside the file are acyclic, at most eight deep: a 16-bit
 weight leans on its master, that on its second moment, that on the first, that on the means of its
 rows; and each of them may be a repeat.
 

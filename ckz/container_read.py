@@ -162,7 +162,7 @@ def _read_datasets(path: Path, fd: int, length: int) -> dict[str, bytes]:
     blobs = {}
     try:
         with h5py.File(path, "r", locking=False) as h5:
-            for name in (*TABLES, "names", "meta"):
+            for name in ("index", "meta"):
                 if not isinstance(h5.get(name, getlink=True), h5py.HardLink):
                     raise CorruptError(f"{path}: dataset {name!r} lies in another place")
                 dset = h5[name]
@@ -182,23 +182,24 @@ def _read_datasets(path: Path, fd: int, length: int) -> dict[str, bytes]:
 def _unpack_index(
     path: Path, blobs: dict[str, bytes], length: int
 ) -> tuple[dict[str, Rows], dict[str, Any], tuple[str, ...]]:
-    sizes = {}
-    for name in (*TABLES, "names"):
-        try:
-            sizes[name] = zstandard.get_frame_parameters(blobs[name]).content_size
-        except zstandard.ZstdError as err:
-            raise CorruptError(f"{path}: table {name!r} is no zstd frame") from err
-    if sum(sizes.values()) > (32 << 20) + 32 * length:
-        raise CorruptError(f"{path}: the index claims to unpack to {sum(sizes.values())} bytes")
+    try:
+        nbytes = zstandard.get_frame_parameters(blobs["index"]).content_size
+    except zstandard.ZstdError as err:
+        raise CorruptError(f"{path}: the index is no zstd frame") from err
+    if nbytes > (32 << 20) + 32 * length:
+        raise CorruptError(f"{path}: the index claims to unpack to {nbytes} bytes")
+    index = np.empty(nbytes, np.uint8)
+    decompress_into(blobs["index"], index)
+    at = 8 * len(TABLES)
     tables = {}
-    for name, dtype in TABLES.items():
-        if sizes[name] % dtype.itemsize:
-            raise CorruptError(f"{path}: table {name!r} has a broken row")
-        columns = np.empty((dtype.itemsize, sizes[name] // dtype.itemsize), np.uint8)
-        decompress_into(blobs[name], columns.reshape(-1))
+    for (name, dtype), rows in zip(TABLES.items(), index[:at].view("<u8").tolist(), strict=True):
+        end = at + rows * dtype.itemsize
+        if end > nbytes:
+            raise CorruptError(f"{path}: table {name!r} is cut short")
+        columns = index[at:end].reshape(dtype.itemsize, rows)
         tables[name] = np.ascontiguousarray(columns.T).reshape(-1).view(dtype)
-    joined = np.empty(sizes["names"], np.uint8)
-    decompress_into(blobs["names"], joined)
+        at = end
+    joined = index[at:]
     lengths = tables["name_lengths"]
     nfiles = len(tables["files"])
     count = 2 * nfiles + len(tables["tensors"]) + len(tables["base_spans"])

@@ -53,7 +53,10 @@ class Writer:
 
         self._path = path
         # Times are not recorded and no lock is taken: equal input gives equal bytes, on NFS too.
-        self._h5 = h5py.File(path, "w", userblock_size=USER_BLOCK, libver="v108", locking=False)
+        # Without blocks for metadata, of which a small file would fill a part.
+        self._h5 = h5py.File(
+            path, "w", userblock_size=USER_BLOCK, libver="v108", locking=False, meta_block_size=0
+        )
         self._payload = self._h5.create_group("payload")
         self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         self._pending: list[bytes] = []
@@ -175,9 +178,7 @@ class Writer:
             "numbers": dict(checkpoint.numbers),
         }
         self._dataset("meta", [json.dumps(meta, sort_keys=True).encode()])
-        for table in TABLES:
-            self._dataset(table, [_pack(tables[table])])
-        self._dataset("names", [_frame(b"".join(names))])
+        self._dataset("index", [pack_index(tables, names)])
         extents = np.array(self._extents, "<u8").reshape(-1, 2)
         place, _ = self._dataset("extents", [extents.tobytes()])
         self._h5.close()
@@ -201,13 +202,13 @@ def _seal(head: bytes) -> bytes:
     return block + struct.pack("<Q", xxhash.xxh3_64_intdigest(block))
 
 
-def _frame(data: bytes) -> bytes:
-    return zstandard.ZstdCompressor(level=_INDEX_LEVEL).compress(data)
-
-
-def _pack(rows: Rows) -> bytes:
-    flat = np.ascontiguousarray(rows).view(np.uint8).reshape(len(rows), rows.dtype.itemsize)
-    return _frame(flat.T.tobytes())
+def pack_index(tables: dict[str, Rows], names: Sequence[bytes]) -> bytes:
+    """Give the contents of ``/index``."""
+    parts = [np.array([len(tables[name]) for name in TABLES], "<u8").tobytes()]
+    for name in TABLES:
+        rows = np.ascontiguousarray(tables[name])
+        parts.append(rows.view(np.uint8).reshape(len(rows), rows.dtype.itemsize).T.tobytes())
+    return zstandard.ZstdCompressor(level=_INDEX_LEVEL).compress(b"".join([*parts, *names]))
 
 
 def _pack_tensors(checkpoint: Checkpoint, dtypes: dict[str, int]) -> tuple[Rows, Rows, Rows]:

@@ -35,7 +35,7 @@ def test_plain_hdf5_opens_it(packed: Path) -> None:
     with h5py.File(packed) as h5:
         names = set(h5)
         meta = json.loads(h5["meta"][()].tobytes())
-    assert names == {"payload", "meta", "names", "extents", *layout.TABLES}
+    assert names == {"payload", "meta", "index", "extents"}
     assert meta["format"] == "safetensors"
 
 
@@ -137,9 +137,7 @@ def rewrite(path: Path, change: Callable[[dict[str, np.ndarray], dict[str, objec
     writer._pending = [p for p in payload if p]
     writer._flush()
     writer._dataset("meta", [json.dumps(meta).encode()])
-    for name in layout.TABLES:
-        writer._dataset(name, [container_write._pack(tables[name])])
-    writer._dataset("names", [container_write._frame(b"".join(names))])
+    writer._dataset("index", [container_write.pack_index(tables, names)])
     extents = np.array(writer._extents, "<u8").reshape(-1, 2)
     place, _ = writer._dataset("extents", [extents.tobytes()])
     writer._h5.close()

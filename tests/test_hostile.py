@@ -115,8 +115,8 @@ def test_links_out_of_the_index_are_not_followed(packed: Path) -> None:
     fifo = packed.with_name("fifo")
     os.mkfifo(fifo)
     with h5py.File(packed, "r+", locking=False) as h5:
-        del h5["chunks"]
-        h5["chunks"] = h5py.ExternalLink(str(fifo), "chunks")
+        del h5["index"]
+        h5["index"] = h5py.ExternalLink(str(fifo), "index")
     with h5py.File(packed, "r", locking=False) as h5:
         extents = [
             (h5["payload"][k].id.get_offset(), h5["payload"][k].shape[0]) for k in h5["payload"]
