@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from ckz import codecs
 from ckz.codecs.cast import Cast
+from ckz.codecs.floats import WIDTHS
 from ckz.codecs.rowcol import RowCol, Sums, make_model
 from ckz.container import MAX_REFS, Ref
 from ckz.plan import Candidate
@@ -36,12 +37,23 @@ class Choice(NamedTuple):
     ----------
     refs : gives what the bytes from start to stop lean on; None where that would be too much.
     model : what all chunks of the stream lean on, or nothing.
+    model_span : the number it has in references.
     """
 
     text: str
     codec: codecs.Codec
     refs: Callable[[int, int], tuple[Ref, ...] | None]
     model: Bytes | None = None
+    model_span: int = -1
+
+    def read(self, refs: Sequence[Ref], read_ref: ReadRef) -> list[Bytes]:
+        """Give what references name: parts of the model, or what is read."""
+        return [
+            self.model[ref.start : ref.start + ref.nbytes]
+            if self.model is not None and (ref.where, ref.span) == (0, self.model_span)
+            else read_ref(ref)
+            for ref in refs
+        ]
 
 
 def choose(
@@ -79,8 +91,8 @@ def prepare(
 ) -> Choice:
     """Make a candidate ready to code its stream: its model takes a pass over all of it."""
     codec = codecs.parse(candidate.codec)
-    if candidate.inputs:
-        return Choice(candidate.codec, codec, partial(_input_refs, candidate.inputs))
+    if candidate.model is not None or candidate.inputs:
+        return fitted(candidate, model_span)
     if candidate.source:
         ratio = codec.ratio if isinstance(codec, Cast) else 1
         return Choice(candidate.codec, codec, partial(_source_refs, candidate.source, ratio))
@@ -94,8 +106,8 @@ def prepare(
             ),
         )
         model = make_model(list(sums), rows, columns)
-        refs = partial(_model_refs, model_span, rows, columns)
-        return Choice(candidate.codec, codec, refs, model)
+        refs = partial(_model_refs, model_span, rows, columns, 4)
+        return Choice(candidate.codec, codec, refs, model, model_span)
     return Choice(candidate.codec, codec, _nothing)
 
 
@@ -109,9 +121,38 @@ def _nothing(start: int, stop: int) -> tuple[Ref, ...]:
     return ()
 
 
-def _model_refs(span: int, rows: int, columns: int, start: int, stop: int) -> tuple[Ref, ...]:
-    """Give the means of the rows that float32 elements of these bytes lie in, and all columns'."""
-    first, last = start // 4 // columns, (stop // 4 - 1) // columns
+def fitted(candidate: Candidate, model_span: int = -1) -> Choice:
+    """Make a candidate ready whose model, if it has one, is known."""
+    codec = codecs.parse(candidate.codec)
+    refs = partial(_fitted_refs, candidate, codec, model_span)
+    return Choice(candidate.codec, codec, refs, candidate.model, model_span)
+
+
+def _fitted_refs(
+    candidate: Candidate, codec: codecs.Codec, model_span: int, start: int, stop: int
+) -> tuple[Ref, ...] | None:
+    """Give what a chunk of quantized values leans on: its part of the model, and the base."""
+    if candidate.inputs:
+        return _input_refs(candidate.inputs, start, stop)
+    source = _source_refs(candidate.source, 1, start, stop)
+    if candidate.model is None or candidate.matrix is None or source is None:
+        return source
+    kind, width = codec.model, WIDTHS[codec.dtype]  # type: ignore[attr-defined]
+    if kind == "rowcol":
+        return *_model_refs(model_span, *candidate.matrix, width, start, stop), *source
+    if kind == "whole":
+        return Ref(model_span, 0, candidate.model.size), *source
+    columns = int(candidate.model[:8].view("<u8")[0])
+    first, last = start // width // columns, (stop // width - 1) // columns
+    steps = Ref(model_span, 8 + 4 * first, 4 * (last - first + 1))
+    return Ref(model_span, 0, 8), steps, *source
+
+
+def _model_refs(
+    span: int, rows: int, columns: int, width: int, start: int, stop: int
+) -> tuple[Ref, ...]:
+    """Give the means of the rows that elements of these bytes lie in, and of all columns."""
+    first, last = start // width // columns, (stop // width - 1) // columns
     return Ref(span, 2 * first, 2 * (last - first + 1)), Ref(span, 2 * rows, 2 * columns)
 
 
@@ -146,13 +187,7 @@ def _cost(stream: Stream, choice: Choice, read: ReadStream, read_ref: ReadRef) -
         refs = choice.refs(start, start + size)
         if refs is None:
             return float("inf")
-        data = [
-            choice.model[ref.start : ref.start + ref.nbytes]
-            if choice.model is not None
-            else read_ref(ref)
-            for ref in refs
-        ]
-        payload = choice.codec.encode(chunk, data, start)
+        payload = choice.codec.encode(chunk, choice.read(refs, read_ref), start)
         sampled += size
         stored += size if payload is None else len(payload)
     model = 0 if choice.model is None else choice.model.size

@@ -27,17 +27,18 @@ offset  bytes  content
   tables count into), ``sha256`` (path -> hex, may be empty), ``warnings``, ``level``, ``chunk``
   (its bytes), ``base`` (null, or the base's ``name``, ``depth``: how many bases stand behind this
   file, ``chain_nbytes`` and ``full_nbytes``: stored bytes of those that lean on others, and of the
-  last), ``numbers`` (path -> optimizer hyperparameter),
+  last), ``numbers`` (path -> optimizer hyperparameter), ``preset``, ``methods`` (list of what
+  was done to tensors that are not exact), ``resumable`` (bool: whether training can go on),
   ``mode``, ``mtime_ns`` (of a directory).
 - ``/index``: one zstd frame of the tables, end to end: for each table its number of rows, uint64;
   then each table's rows, transposed: the first byte of every row, the second...; then the names.
   (One dataset for all of them, because HDF5 takes 350 bytes for each.)
 
-**Tables**, in this order: ``files spans streams chunks refs tensors pieces base_spans``, see the
-dtypes in this module; ``dims``, int64: for each tensor its shape, and for each of its pieces that
-is not the whole tensor in row-major order shape, strides, start; ``name_lengths``, uint32. Names
-are in UTF-8 (surrogates pass): file paths, link targets, tensor names, names of base spans, in
-table order.
+**Tables**, in this order: ``files spans streams chunks refs tensors pieces base_spans losses``,
+see the dtypes in this module; ``dims``, int64: for each tensor its shape, and for each of its
+pieces that is not the whole tensor in row-major order shape, strides, start; ``name_lengths``,
+uint32. Names are in UTF-8 (surrogates pass): file paths, link targets, tensor names, names of base
+spans, in table order.
 
 **Meaning.** A file is tiled by its spans (sorted by offset) and its *skeleton*, what they leave
 over. The first rows of ``spans`` are the skeletons of the files, one a file, with offset 0. The
@@ -51,6 +52,10 @@ ranges, each of at most four chunks' length, of spans of this file (``where`` 0)
 ``base_spans`` (``where`` 1). References inside the file are acyclic, at most eight deep: a 16-bit
 weight leans on its master, that on its second moment, that on the first, that on the means of its
 rows; and each of them may be a repeat.
+
+``losses`` name the spans whose values are not those of the source, with the method, the largest
+absolute error and the root of the summed squares of the errors over those of the values. All
+digests are of what is restored.
 
 **Checksums.** xxh3-64 of the stored bytes of each chunk; xxh3-128 of the original bytes of each
 span; of a file, xxh3-128 of its skeleton's digest and its spans' digests in order. With the user
@@ -68,7 +73,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -125,6 +130,7 @@ TENSORS = np.dtype(
     [("dtype", "u1"), ("role", "u1"), ("transform", "u1"), ("ndim", "u1"), ("pieces", "<u4")]
 )
 BASE_SPANS = np.dtype([("nbytes", "<u8"), ("digest", "V16")])
+LOSSES = np.dtype([("span", "<u4"), ("method", "u1"), ("largest", "<f8"), ("relative", "<f8")])
 PIECES = np.dtype([("span", "<u4"), ("offset", "<u8"), ("explicit", "u1")])
 
 KINDS = ("file", "dir", "link")
@@ -138,6 +144,7 @@ TABLES = {
     "tensors": TENSORS,
     "pieces": PIECES,
     "base_spans": BASE_SPANS,
+    "losses": LOSSES,
     "dims": np.dtype("<i8"),
     "name_lengths": np.dtype("<u4"),
 }
@@ -153,6 +160,23 @@ class Ref:
     where: int = 0
 
 
+class Loss(NamedTuple):
+    """A span that is not restored exactly.
+
+    Attributes
+    ----------
+    span : of the checkpoint.
+    method : in words.
+    largest : absolute error.
+    relative : root of the summed squares of the errors over those of the values.
+    """
+
+    span: int
+    method: str
+    largest: float
+    relative: float
+
+
 @dataclass(frozen=True)
 class Container:
     """An opened and checked .ckz.
@@ -162,7 +186,7 @@ class Container:
     path : where it lies.
     fd : open for reading; closed by whoever opened the container.
     meta : the JSON document.
-    files, spans, streams, chunks, refs, base_spans : the tables.
+    files, spans, streams, chunks, refs, base_spans, loss_rows : tables.
     places : file offset of each chunk's stored bytes.
     """
 
@@ -176,6 +200,7 @@ class Container:
     chunks: Rows
     refs: Rows
     base_spans: Rows
+    loss_rows: Rows
     places: npt.NDArray[np.int64]
     names: tuple[str, ...]
     tensor_rows: Rows
@@ -206,6 +231,15 @@ class Container:
     def checkpoint(self) -> Checkpoint:
         """The checkpoint as its reader saw it; ``root`` is the container."""
         return _unpack_checkpoint(self)
+
+    @property
+    def losses(self) -> list[Loss]:
+        """What is not restored exactly."""
+        nfiles, methods = len(self.files), self.meta["methods"]
+        return [
+            Loss(span - nfiles, methods[method], largest, relative)
+            for span, method, largest, relative in self.loss_rows.tolist()
+        ]
 
     @property
     def base_names(self) -> tuple[str, ...]:

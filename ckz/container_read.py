@@ -93,6 +93,7 @@ def _read(path: Path, fd: int) -> Container:
         places = _check_chunks(path, meta, tables, extents)
         _check_spans(path, meta, tables)
         _check_refs(path, meta, tables)
+        _check_losses(path, meta, tables)
         if len(tables["base_spans"]) and meta["base"] is None:
             raise CorruptError(f"{path}: leans on a base that is not described")
     except (LookupError, TypeError, ValueError, OverflowError, RecursionError) as err:
@@ -108,6 +109,7 @@ def _read(path: Path, fd: int) -> Container:
         chunks=tables["chunks"],
         refs=tables["refs"],
         base_spans=tables["base_spans"],
+        loss_rows=tables["losses"],
         places=places,
         names=names,
         tensor_rows=tables["tensors"],
@@ -228,11 +230,14 @@ def _check_meta(path: Path, meta: Any) -> dict[str, Any]:
         "mode": int,
         "mtime_ns": int,
         "numbers": dict,
+        "preset": str,
+        "methods": list,
+        "resumable": bool,
     }
     for key, kind in kinds.items():
         if type(meta[key]) is not kind:
             raise CorruptError(f"{path}: {key!r} in the description has the wrong type")
-    lists = [*meta["codecs"], *meta["dtypes"], *meta["packed"], *meta["warnings"]]
+    lists = [*meta["codecs"], *meta["dtypes"], *meta["packed"], *meta["warnings"], *meta["methods"]]
     if not all(isinstance(item, str) for item in lists):
         raise CorruptError(f"{path}: a list in the description holds something else than text")
     if not all(type(number) in (int, float) for number in meta["numbers"].values()):
@@ -347,6 +352,19 @@ def _check_spans(path: Path, meta: dict[str, Any], tables: dict[str, Rows]) -> N
         or np.any(ends[last] != stream_nbytes[stream[last]])
     ):
         raise CorruptError(f"{path}: the spans do not fill their streams")
+
+
+def _check_losses(path: Path, meta: dict[str, Any], tables: dict[str, Rows]) -> None:
+    """Check that losses are of spans of files, and errors are errors."""
+    losses, nfiles = tables["losses"], len(tables["files"])
+    models = int(np.count_nonzero(tables["spans"]["file"] != NO_FILE))
+    errors = np.stack([losses["largest"], losses["relative"]])
+    if (
+        np.any((losses["span"] < nfiles) | (losses["span"] >= models))
+        or np.any(losses["method"] >= len(meta["methods"]))
+        or not np.all((errors >= 0) & np.isfinite(errors))
+    ):
+        raise CorruptError(f"{path}: what is said of inexact tensors makes no sense")
 
 
 def _check_refs(path: Path, meta: dict[str, Any], tables: dict[str, Rows]) -> None:

@@ -22,6 +22,7 @@ from ckz.container import (
     FILES,
     HEAD,
     KINDS,
+    LOSSES,
     MAGIC,
     NO_FILE,
     PIECES,
@@ -33,6 +34,7 @@ from ckz.container import (
     TRANSFORMS,
     USER_BLOCK,
     VERSION,
+    Loss,
     Ref,
     Rows,
     digest_outside,
@@ -119,6 +121,9 @@ class Writer:
         sha256: dict[str, str],
         base: dict[str, Any] | None = None,
         base_spans: Sequence[tuple[int, bytes, str]] = (),
+        preset: str = "exact",
+        resumable: bool = True,
+        losses: Sequence[Loss] = (),
     ) -> int:
         """Write the tables and the user block, and sync; return the file's length.
 
@@ -131,6 +136,7 @@ class Writer:
         sha256 : path -> hex digest, for the files whose sha256 was asked for.
         base : name and depth of the base, if there is one.
         base_spans : length, digest and tensor of each base span that chunks lean on.
+        preset, resumable, losses : what was asked for, and what is not exact.
         """
         self._flush()
         packed = sorted({"", *(span.packed for span in checkpoint.spans)})
@@ -149,6 +155,7 @@ class Writer:
         names += [os.fsencode(file.target) for file in checkpoint.files]
         names += [t.name.encode("utf-8", "surrogatepass") for t in checkpoint.tensors]
         names += [name.encode("utf-8", "surrogatepass") for _, _, name in base_spans]
+        methods = sorted({loss.method for loss in losses})
         tables = {
             "files": files,
             "spans": spans,
@@ -158,6 +165,13 @@ class Writer:
             "tensors": tensors,
             "pieces": pieces,
             "base_spans": np.array([(n, digest) for n, digest, _ in base_spans], BASE_SPANS),
+            "losses": np.array(
+                [
+                    (loss.span + len(files), methods.index(loss.method), *loss[2:])
+                    for loss in losses
+                ],
+                LOSSES,
+            ),
             "dims": dims,
             "name_lengths": np.array([len(name) for name in names], "<u4"),
         }
@@ -175,6 +189,9 @@ class Writer:
             "mode": checkpoint.mode,
             "mtime_ns": checkpoint.mtime_ns,
             "base": base,
+            "preset": preset,
+            "methods": methods,
+            "resumable": resumable,
             "numbers": dict(checkpoint.numbers),
         }
         self._dataset("meta", [json.dumps(meta, sort_keys=True).encode()])

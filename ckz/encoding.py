@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -78,10 +77,12 @@ class Encoder:
         self,
         checkpoint: Checkpoint,
         plan: Plan,
+        files: FileSet,
         base: Snapshot | None = None,
         *,
         accept_bad_crc: bool = False,
     ) -> None:
+        self._files = files
         self._checkpoint = checkpoint
         self._plan = plan
         self._base = base
@@ -101,10 +102,8 @@ class Encoder:
         ChangedError
             If a file becomes shorter.
         """
-        paths = [self._checkpoint.path_of(i) for i in range(len(self._checkpoint.files))]
-        with FileSet(paths, os.O_RDONLY) as files:
-            for coded in in_order(workers, self._jobs(files, workers)):
-                yield coded._replace(refs=tuple(self._as_stored(ref) for ref in coded.refs))
+        for coded in in_order(workers, self._jobs(self._files, workers)):
+            yield coded._replace(refs=tuple(self._as_stored(ref) for ref in coded.refs))
 
     def _as_stored(self, ref: Ref) -> Ref:
         """Number the spans of the base that are used, in the order in which they are."""
@@ -116,7 +115,7 @@ class Encoder:
         """Read chunk after chunk, hash it, and give the job that codes it."""
         buffers = chunk_buffers(workers)
         hasher = SpanHasher(self.digests)
-        repeats = _Repeats(files)
+        repeats = _Repeats(files, self._plan)
         for stream, candidates in zip(self._plan.streams, self._plan.candidates, strict=True):
             slicer = Slicer(stream.parts)
             choices = choose(
@@ -172,10 +171,7 @@ class Encoder:
 
     def _try(self, files: FileSet, choice: Choice, start: int, stop: int) -> _Try:
         refs = choice.refs(start, stop) or ()
-        if choice.model is None:
-            data = [self._read_ref(files, ref) for ref in refs]
-        else:
-            data = [choice.model[ref.start : ref.start + ref.nbytes] for ref in refs]
+        data = choice.read(refs, partial(self._read_ref, files))
         return _Try(choice.text, choice.codec, refs, data)
 
     def _read_ref(self, files: FileSet, ref: Ref) -> Bytes:
@@ -221,19 +217,43 @@ def _encode_chunk(
 
 
 class _Repeats:
-    """Finds chunks whose bytes came before."""
+    """Finds chunks whose bytes came before, in spans that do not lean on theirs."""
 
-    def __init__(self, files: FileSet) -> None:
+    def __init__(self, files: FileSet, plan: Plan) -> None:
         self._files = files
         self._seen: dict[bytes, tuple[Slicer, int, Ref]] = {}
         self._spare = np.empty(CHUNK, np.uint8)
+        # Span -> the spans of this checkpoint that it may lean on.
+        self._leans: dict[int, set[int]] = {}
+        for stream, candidates in zip(plan.streams, plan.candidates, strict=True):
+            refs = (ref for c in candidates for ref in (*c.source, *c.inputs) if not ref.where)
+            if spans := {ref.span for ref in refs}:
+                self._leans.update((part.span, set(spans)) for part in stream.parts)
 
     def find(self, chunk: Bytes, slicer: Slicer, start: int, place: Ref) -> Ref | None:
         """Give where a chunk stood before, or note where it stands now."""
         first = self._seen.setdefault(xxhash.xxh3_128_digest(chunk.data), (slicer, start, place))
         if first[2] is place or first[2].nbytes != chunk.size:
             return None
+        if first[2].span != place.span and self._reaches(first[2].span, place.span):
+            return None
         # Bytes are compared: xxh3 is no proof against someone who wants a collision.
         spare = self._spare[: chunk.size]
         self._files.read(first[0].extents_in(first[1], first[1] + chunk.size), spare)
-        return first[2] if np.array_equal(spare, chunk) else None
+        if not np.array_equal(spare, chunk):
+            return None
+        if first[2].span != place.span:
+            self._leans.setdefault(place.span, set()).add(first[2].span)
+        return first[2]
+
+    def _reaches(self, start: int, goal: int) -> bool:
+        """Tell whether a span leans on another, however many lie between them."""
+        seen, waiting = {start}, [start]
+        while waiting:
+            for span in self._leans.get(waiting.pop(), ()):
+                if span == goal:
+                    return True
+                if span not in seen:
+                    seen.add(span)
+                    waiting.append(span)
+        return False

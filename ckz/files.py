@@ -7,6 +7,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 from threading import Lock
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -91,7 +92,7 @@ class FileSet:
         while self._open:
             os.close(self._open.popitem()[1])
 
-    def __enter__(self) -> FileSet:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:

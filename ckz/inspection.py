@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +30,8 @@ class Row(NamedTuple):
     nbytes : of its values.
     stored : bytes it takes in the .ckz, its share where tensors share; None for a source.
     notes : ``stored compressed``, ``shares memory``...
+    method, largest_error, relative_error : of a tensor that is not exact, as in
+        ``container.Loss``; None where it is.
     """
 
     name: str
@@ -39,6 +41,9 @@ class Row(NamedTuple):
     nbytes: int
     stored: int | None
     notes: tuple[str, ...]
+    method: str | None = None
+    largest_error: float | None = None
+    relative_error: float | None = None
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,7 @@ class Inspection:
     hidden_nbytes : bytes of storages that no tensor shows.
     codecs : codec text -> number of chunks; empty for a source.
     chain : the containers that this one leans on, itself first; empty if it is full.
+    preset, resumable : what the .ckz was made with, and whether training can go on from it.
     """
 
     path: str
@@ -64,6 +70,8 @@ class Inspection:
     hidden_nbytes: int
     codecs: dict[str, int]
     chain: tuple[Link, ...]
+    preset: str | None
+    resumable: bool | None
     warnings: tuple[str, ...]
     missing: tuple[str, ...]
 
@@ -87,12 +95,14 @@ def _inspect(checkpoint: Checkpoint, path: Path, container: Container | None) ->
     nfiles = len(checkpoint.files)
     stored = _span_costs(container).tolist()[nfiles:] if container else None
     uses = Counter([piece.span for tensor in checkpoint.tensors for piece in tensor.pieces])
+    losses = {loss.span: loss[1:] for loss in container.losses} if container else {}
     rows = []
     shown = [0] * len(checkpoint.spans)
     for name, dtype, shape, pieces, role, _ in checkpoint.tensors:
         nbytes = prod(shape) * ITEMSIZE[dtype]
         cost = None if stored is None else 0.0
         notes: tuple[str, ...] = ()
+        loss: tuple[Any, ...] = ()
         for number in {piece.span for piece in pieces}:
             span = checkpoint.spans[number]
             shown[number] += nbytes
@@ -100,11 +110,21 @@ def _inspect(checkpoint: Checkpoint, path: Path, container: Container | None) ->
                 notes = (PACKED,)
             if uses[number] > 1 and len(pieces) == 1:
                 notes = (*notes, SHARED)
+            loss = max(loss, losses.get(number, ()), key=lambda item: item[2:])
             if cost is not None and stored is not None:
                 share = 1.0 if len(pieces) > 1 else min(1.0, nbytes / max(1, span.nbytes))
                 cost += share * stored[number]
         rows.append(
-            Row(name, dtype, shape, role, nbytes, None if cost is None else round(cost), notes)
+            Row(
+                name,
+                dtype,
+                shape,
+                role,
+                nbytes,
+                None if cost is None else round(cost),
+                notes,
+                *loss,
+            )
         )
     # At least what views fall short of: which bytes they show is not worked out.
     hidden = sum(
@@ -123,6 +143,8 @@ def _inspect(checkpoint: Checkpoint, path: Path, container: Container | None) ->
         hidden_nbytes=hidden,
         codecs=_codecs(container) if container else {},
         chain=tuple(links(container)) if container else (),
+        preset=container.meta["preset"] if container else None,
+        resumable=container.meta["resumable"] if container else None,
         warnings=checkpoint.warnings,
         missing=checkpoint.missing,
     )

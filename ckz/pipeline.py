@@ -12,11 +12,12 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,13 +27,15 @@ from ckz.casts import find_casts
 from ckz.chain import MAX_DEPTH, Snapshot, base_rows, open_decoder, open_snapshot, open_spans
 from ckz.checking import check_crcs, check_sums, check_unchanged
 from ckz.checkpoint import Checkpoint
-from ckz.container import Container, Ref
+from ckz.container import Container, Loss, Ref
 from ckz.container_read import is_container, open_container
 from ckz.container_write import Writer
 from ckz.encoding import Encoder
-from ckz.errors import CorruptError, IncompleteError, UnsupportedError
+from ckz.errors import CorruptError, IncompleteError, UnsupportedError, UsageError
 from ckz.files import FileSet
 from ckz.formats import read_checkpoint
+from ckz.lossy import EXACTLY, Methods
+from ckz.lossy.restored import RestoredFiles
 from ckz.matching import Lean, match_base
 from ckz.plan import make_plan, summary
 from ckz.replaying import Replay, find_replays
@@ -41,6 +44,15 @@ from ckz.workers import DEFAULT_MEMORY, Workers, in_order, start_workers
 
 OnProgress = Callable[[int, int, int], None]
 AnyPath = str | os.PathLike[str]
+
+
+class NamedLoss(NamedTuple):
+    """A tensor that is not restored exactly, and by how much; as in ``container.Loss``."""
+
+    tensor: str
+    method: str
+    largest: float
+    relative: float
 
 
 @dataclass(frozen=True)
@@ -57,6 +69,8 @@ class Report:
     sha256 : path inside the checkpoint -> hex digest; empty unless it was asked for.
     roles : role -> (raw, stored) bytes of its chunks; ``skeleton`` is what is no tensor.
     plan : of a dry run: role, codecs that may apply, and bytes.
+    losses : what is not restored exactly.
+    resumable : whether training can go on from what is restored.
     """
 
     source: str
@@ -69,6 +83,8 @@ class Report:
     sha256: dict[str, str] = field(default_factory=dict)
     roles: dict[str, tuple[int, int]] = field(default_factory=dict)
     plan: tuple[tuple[str, str, int], ...] = ()
+    losses: tuple[NamedLoss, ...] = ()
+    resumable: bool = True
 
 
 def compress(
@@ -78,6 +94,7 @@ def compress(
     base: AnyPath | None = None,
     anchor: int | None = None,
     codecs: Mapping[str, str] | None = None,
+    methods: Methods = EXACTLY,
     level: str = "default",
     threads: int = 0,
     memory: int = DEFAULT_MEMORY,
@@ -88,6 +105,7 @@ def compress(
     sha256: bool = False,
     verify: bool = False,
     dry_run: bool = False,
+    like: Container | None = None,
     progress: OnProgress | None = None,
 ) -> Report:
     """Compress a checkpoint, a file or a directory, into one .ckz.
@@ -98,6 +116,7 @@ def compress(
     anchor : make the result full when so many snapshots lean on each other already; None
         decides by the bytes that restoring it would have to read.
     codecs : role -> name of the codec to prefer for it.
+    methods : what may be lost; a base must be compressed then, so that errors do not add up.
     level : ``fast``, ``default`` or ``max``.
     threads : 0 takes every core; the output does not depend on it.
     memory : bytes that all buffers together may take.
@@ -108,6 +127,7 @@ def compress(
     sha256 : also record the sha256 of every file; it is checked on decompression.
     verify : decode the result and compare it before it gets its name.
     dry_run : plan, and write nothing.
+    like : the .ckz that the source was restored from; what it says to be lost holds on.
     progress : called with (raw bytes done, raw bytes in all, bytes stored).
 
     Raises
@@ -118,24 +138,58 @@ def compress(
     began = time.perf_counter()
     source = Path(source)
     target = atomic.check_target(Path(output), force)
+    if methods.is_lossy and base and not is_container(Path(base)):
+        raise UsageError(
+            f"{base}: a lossy snapshot leans on a .ckz, whose restored values are what training "
+            "would go on from; compress the base first"
+        )
+    if methods.is_lossy and sha256:
+        raise UsageError("what is not restored exactly has no sha256 of its source")
     checkpoint = _read_complete(source, opaque=opaque, allow_incomplete=allow_incomplete)
     state = _Progress(checkpoint.nbytes, progress)
     with ExitStack() as stack:
         snapshot = stack.enter_context(open_snapshot(Path(base))) if base else None
         if snapshot and _anchors(snapshot, anchor):
             snapshot = None
-        leans = match_base(checkpoint, snapshot.checkpoint) if snapshot else {}
-        replays = _find_replays(checkpoint, snapshot, leans) if snapshot else {}
-        plan = make_plan(checkpoint, level, find_casts(checkpoint), leans, replays, codecs)
-        if dry_run:
-            report = _report(source, output, checkpoint, 0, began)
-            return replace(report, plan=summary(plan, len(checkpoint.files)))
         kernels.enable(checkpoint.nbytes)
-        encoder = Encoder(checkpoint, plan, snapshot, accept_bad_crc=accept_bad_crc)
+        workers = stack.enter_context(start_workers(threads, memory))
+        files = stack.enter_context(RestoredFiles(checkpoint))
+        leans = match_base(checkpoint, snapshot.checkpoint) if snapshot else {}
+        casts = find_casts(checkpoint)
+        losses: tuple[Loss, ...] = ()
+        replays: dict[int, Replay] = {}
+        if methods.is_lossy:
+            from ckz.lossy.fitting import approximate
+
+            restored, losses = approximate(
+                checkpoint,
+                methods,
+                files,
+                snapshot,
+                leans,
+                casts,
+                workers,
+                accept_bad_crc=accept_bad_crc,
+            )
+        else:
+            restored = checkpoint
+            replays = _find_replays(checkpoint, snapshot, leans) if snapshot else {}
+        preset, resumable = methods.preset, methods.is_resumable
+        if like is not None:
+            losses = (*like.losses,)
+            preset, resumable = like.meta["preset"], like.meta["resumable"]
+        plan = make_plan(checkpoint, level, casts, leans, replays, codecs, files.candidates)
+        report = replace(
+            _report(source, output, checkpoint, 0, began),
+            losses=_named(checkpoint, losses),
+            resumable=resumable,
+        )
+        if dry_run:
+            return replace(report, plan=summary(plan, len(checkpoint.files)))
+        encoder = Encoder(restored, plan, files, snapshot, accept_bad_crc=accept_bad_crc)
         stack.enter_context(atomic.explain_full_disk(target, state))
         mode = _mode(source, target)
         temporary = stack.enter_context(atomic.new_file(target, force=force, mode=mode))
-        workers = stack.enter_context(start_workers(threads, memory))
         hashes = workers.pool.submit(_sha256_of, checkpoint) if sha256 else None
         writer = Writer(temporary)
         try:
@@ -154,6 +208,9 @@ def compress(
                 sha256=sums,
                 base=_base_meta(snapshot, encoder.base_spans),
                 base_spans=base_rows(snapshot, encoder.base_spans) if snapshot else (),
+                preset=preset,
+                resumable=resumable,
+                losses=losses,
             )
         finally:
             writer.close()
@@ -163,7 +220,25 @@ def compress(
                 _decode_and_drop(container, base if snapshot else None, workers)
         if verify:
             check_unchanged(checkpoint)
-    return _report(source, output, checkpoint, stored, began, sums, state.roles)
+    return replace(
+        report,
+        stored_nbytes=stored,
+        seconds=time.perf_counter() - began,
+        sha256=sums,
+        roles=state.roles,
+    )
+
+
+def _named(checkpoint: Checkpoint, losses: Sequence[Loss]) -> tuple[NamedLoss, ...]:
+    """Name the tensors that are not exact; those that share a span are named together."""
+    names: dict[int, str] = {}
+    for tensor in checkpoint.tensors:
+        for piece in tensor.pieces:
+            names.setdefault(piece.span, tensor.name)
+    return tuple(
+        NamedLoss(names.get(loss.span, ""), loss.method, loss.largest, loss.relative)
+        for loss in losses
+    )
 
 
 def _find_replays(
@@ -266,7 +341,11 @@ def decompress(
                 atomic.sync_tree(temporary)
             _set_attributes(checkpoint, paths, temporary)
         sums = container.meta["sha256"]
-        return _report(source, output, checkpoint, container.nbytes, began, sums)
+        return replace(
+            _report(source, output, checkpoint, container.nbytes, began, sums),
+            losses=_named(checkpoint, container.losses),
+            resumable=container.meta["resumable"],
+        )
 
 
 def verify(
@@ -346,20 +425,21 @@ def rebase(
         In its kinds; the container is unchanged then.
     """
     path = Path(path)
-    with open_container(path) as container:
-        name, level = recorded_name(container), container.meta["level"]
     target = path.resolve()
-    with tempfile.TemporaryDirectory(
-        prefix=".ckz.", suffix=".ckz-tmp", dir=target.parent
-    ) as scratch:
-        source = Path(scratch) / name
+    with (
+        open_container(path) as container,
+        tempfile.TemporaryDirectory(
+            prefix=".ckz.", suffix=".ckz-tmp", dir=target.parent
+        ) as scratch,
+    ):
+        source = Path(scratch) / recorded_name(container)
         decompress(path, source, base=old_base, threads=threads, memory=memory)
         report = compress(
             source,
             target,
             base=base,
             anchor=None if base is None else sys.maxsize,
-            level=level,
+            level=container.meta["level"],
             threads=threads,
             memory=memory,
             force=True,
@@ -367,6 +447,7 @@ def rebase(
             allow_incomplete=True,
             accept_bad_crc=True,
             verify=True,
+            like=container,
             progress=progress,
         )
     return replace(report, source=str(path))

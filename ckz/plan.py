@@ -11,6 +11,9 @@ import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from ckz import codecs
 from ckz.checkpoint import ITEMSIZE, Checkpoint, contiguous_strides
 from ckz.codecs.bitmask import Bitmask
@@ -57,7 +60,7 @@ _REFERENCES: dict[str, Callable[[str], codecs.Codec]] = {"bitmask": Bitmask, "xo
 # Means of fewer rows or columns say nothing.
 _MIN_SIDE = 8
 # A reference to all column means must not exceed a chunk.
-_MAX_COLUMNS = 1 << 18
+MAX_COLUMNS = 1 << 18
 
 
 class Candidate(NamedTuple):
@@ -69,12 +72,14 @@ class Candidate(NamedTuple):
     matrix : rows and columns of the stream's one tensor, for codecs that have a model of it.
     source : ranges that, laid end to end, the whole stream derives from.
     inputs : ranges, each as long as the stream, that it is computed from element by element.
+    model : what is known of the tensor beforehand; None where a pass over it has to find that.
     """
 
     codec: str
     matrix: tuple[int, int] | None = None
     source: tuple[Ref, ...] = ()
     inputs: tuple[Ref, ...] = ()
+    model: npt.NDArray[np.uint8] | None = None
 
 
 class Plan(NamedTuple):
@@ -98,6 +103,7 @@ def make_plan(
     leans: Mapping[int, Lean] | None = None,
     replays: Mapping[int, Replay] | None = None,
     choices: Mapping[str, str] | None = None,
+    quantized: Mapping[int, Candidate] | None = None,
 ) -> Plan:
     """Choose the codecs for everything in a checkpoint.
 
@@ -107,6 +113,7 @@ def make_plan(
     leans : span -> what it continues in the base.
     replays : span -> the optimizer step that makes it.
     choices : role -> the codec to take for it where it applies, by name.
+    quantized : span -> the codec of values that were made to suit it.
 
     Raises
     ------
@@ -137,6 +144,8 @@ def make_plan(
         )
         if replay := (replays or {}).get(span):
             found.insert(0, Candidate(replay.codec, inputs=replay.inputs))
+        if own := (quantized or {}).get(span):
+            found = [own, found[-1]]
         candidates.append(_chosen(found, stream, (choices or {}).get(stream.role)))
     return Plan(tuple(streams), tuple(candidates))
 
@@ -215,17 +224,17 @@ def _matrices(checkpoint: Checkpoint) -> dict[int, tuple[int, int]]:
             whole = fills and piece.strides == contiguous_strides(shape)
             if whole and len(shape) == 1:
                 continue
-            sides = _sides(shape) if whole and len(shape) > 1 else None
+            sides = sides_of(shape) if whole and len(shape) > 1 else None
             if found.setdefault(piece.span, sides) != sides:
                 found[piece.span] = None
     return {
         span: sides
         for span, sides in found.items()
-        if sides and sides[0] >= _MIN_SIDE and _MIN_SIDE <= sides[1] <= _MAX_COLUMNS
+        if sides and sides[0] >= _MIN_SIDE and _MIN_SIDE <= sides[1] <= MAX_COLUMNS
     }
 
 
-def _sides(shape: tuple[int, ...]) -> tuple[int, int]:
+def sides_of(shape: tuple[int, ...]) -> tuple[int, int]:
     """See a tensor as a matrix: stacked matrices one below the other, a kernel as one row."""
     if min(shape[-2:]) >= _MIN_SIDE:
         return math.prod(shape[:-1]), shape[-1]

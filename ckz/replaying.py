@@ -20,7 +20,7 @@ from ckz.checkpoint import Checkpoint, Tensor
 from ckz.codecs.adam import ORDERS, AdamVariance, AdamWeight, adam_step
 from ckz.container import Ref
 from ckz.matching import Lean
-from ckz.roles import match_optimizer
+from ckz.roles import match_states
 from ckz.runs import whole_span
 from ckz.streams import SMALL
 
@@ -115,24 +115,16 @@ def _moments(checkpoint: Checkpoint) -> Iterator[_Moments]:
         if span is not None and tensor.dtype == "float32" and tensor.nbytes >= SMALL:
             spans.setdefault(tensor.name, span)
             by_name[tensor.name] = tensor
-    # Every rank numbers its own parameters.
-    ranks: dict[str, list[Tensor]] = {}
-    for tensor in checkpoint.tensors:
-        ranks.setdefault(tensor.name.rpartition(":")[0], []).append(tensor)
-    weight_of = {
-        state: weight
-        for tensors in ranks.values()
-        for state, weight in match_optimizer(tensors).items()
-    }
+    weight_of = match_states(checkpoint.tensors)
     master_of = {w: name for name, w in weight_of.items() if _role_of(by_name, name) == "master"}
-    first_of = {_stem(t.name): t for t in by_name.values() if t.role == "momentum"}
+    first_of = {stem(t.name): t for t in by_name.values() if t.role == "momentum"}
     taken = set(weight_of.values()) | set(master_of.values())
     free: dict[tuple[int, ...], list[int]] = {}
     for tensor in by_name.values():
         if tensor.role in ("weight", "master") and tensor.name not in taken:
             free.setdefault(tensor.shape, []).append(spans[tensor.name])
     for second in by_name.values():
-        first = first_of.get(_stem(second.name)) if second.role == "variance" else None
+        first = first_of.get(stem(second.name)) if second.role == "variance" else None
         if first is None or first.shape != second.shape:
             continue
         weight = weight_of.get(second.name, "")
@@ -145,7 +137,7 @@ def _role_of(by_name: Mapping[str, Tensor], name: str) -> str:
     return by_name[name].role if name in by_name else ""
 
 
-def _stem(name: str) -> str:
+def stem(name: str) -> str:
     """Name a parameter's state without which moment it is."""
     return _MOMENT.sub("*", name)
 

@@ -289,6 +289,21 @@ def match_optimizer(tensors: Sequence[Tensor]) -> dict[str, str]:
     return matched
 
 
+def match_states(tensors: Sequence[Tensor]) -> dict[str, str]:
+    """Match states to weights as ``match_optimizer`` does, for each file of a directory by itself.
+
+    Every rank numbers its own parameters.
+    """
+    ranks: dict[str, list[Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        ranks[tensor.name.rpartition(":")[0]].append(tensor)
+    return {
+        state: weight
+        for found in ranks.values()
+        for state, weight in match_optimizer(found).items()
+    }
+
+
 def _parameters(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
     """Give what an optimizer may hold: each weight or router once, no averaged copies."""
     seen = set()

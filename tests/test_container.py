@@ -123,6 +123,7 @@ def rewrite(path: Path, change: Callable[[dict[str, np.ndarray], dict[str, objec
             "tensors": container.tensor_rows,
             "pieces": container.piece_rows,
             "base_spans": container.base_spans,
+            "losses": container.loss_rows,
             "dims": container.dims,
         }
         tables = {name: rows.copy() for name, rows in tables.items()}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from ckz.cli import names, options, progress, removal, streams, text
-from ckz.cli.outcome import configure, each, print_result, report_to_json, tell
+from ckz.cli.outcome import configure, each, inexact, print_result, report_to_json, tell
 from ckz.errors import CkzError, UsageError
 
 if TYPE_CHECKING:
@@ -38,6 +38,37 @@ def compress(
             "four times the bytes of a full one.",
         ),
     ] = "auto",
+    preset: Annotated[
+        Literal["exact", "resume", "compact", "archive"],
+        typer.Option(
+            help="What may be lost. resume: weights stay exact, masters and moments get smaller, "
+            "training goes on as before; compact: all within what training does not notice, "
+            "against a .ckz as base; archive: only the weights stay."
+        ),
+    ] = "exact",
+    weights: Annotated[
+        str,
+        typer.Option(
+            metavar="METHOD",
+            help="Do this to weights and masters instead: exact, fp16, bf16, int8, lc:BITS, "
+            "deadzone:NMSE, abs:E, rel:E, pwrel:E.",
+        ),
+    ] = "",
+    optimizer: Annotated[
+        str,
+        typer.Option(
+            metavar="METHOD",
+            help="Do this to Adam's moments instead: exact, moments:NMSE, cluster:K, pwrel:E.",
+        ),
+    ] = "",
+    max_error: Annotated[
+        str,
+        typer.Option(
+            metavar="BOUND",
+            help="Let nothing be off by more: abs:E, rel:E (of a tensor's range), pwrel:E (of "
+            "each element), update:NMSE (of the optimizer's next step).",
+        ),
+    ] = "",
     codec: Annotated[
         list[str] | None,
         typer.Option(
@@ -76,7 +107,8 @@ def compress(
 ) -> None:
     """Compress checkpoints: SRC becomes SRC.ckz.
 
-    The source is kept, and decompress gives back exactly its bytes.
+    The source is kept, and decompress gives back exactly its bytes, unless you say what may be
+    lost.
     """
     configure(quiet=quiet, verbose=verbose, as_json=as_json)
     to_stdout = names.goes_to_stdout(sources, output, stdout)
@@ -86,6 +118,9 @@ def compress(
     longest = _anchor(anchor)
     from ckz import pipeline
     from ckz.container_read import is_container
+    from ckz.lossy import methods_of
+
+    methods = methods_of(preset, weights, optimizer, max_error)
 
     def act(source: str) -> Report:
         target = targets.get(source)
@@ -106,6 +141,7 @@ def compress(
                 base=base,
                 anchor=longest,
                 codecs=choices,
+                methods=methods,
                 level=level,
                 threads=threads,
                 memory=memory,
@@ -159,4 +195,4 @@ def _summary(report: Report, *, dry_run: bool) -> str:
         plan = "\n".join(text.table(["role", "size", "codecs"], rows, "<><"))
         return f"{output}: would be written, from {text.size(raw)}\n{plan}"
     change, rate = text.change(raw, stored), text.rate(raw, report.seconds)
-    return f"{output}: {change}, {report.seconds:.1f} s, {rate}"
+    return f"{output}: {change}{inexact(report)}, {report.seconds:.1f} s, {rate}"

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ckz.cli import names, options, progress, removal, streams, text
-from ckz.cli.outcome import configure, each, report_to_json, tell
+from ckz.cli.outcome import configure, each, inexact, report_to_json, tell
 from ckz.errors import UsageError
 
 if TYPE_CHECKING:
@@ -91,4 +91,5 @@ def _summary(report: Report, *, dry_run: bool) -> str:
     raw, seconds = report.raw_nbytes, report.seconds
     if dry_run:
         return f"{output}: would be written, {text.size(raw)}"
-    return f"{output}: {text.size(raw)} restored, {seconds:.1f} s, {text.rate(raw, seconds)}"
+    rate = text.rate(raw, seconds)
+    return f"{output}: {text.size(raw)} restored{inexact(report)}, {seconds:.1f} s, {rate}"

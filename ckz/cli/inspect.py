@@ -71,6 +71,11 @@ def _lines(found: Inspection, *, everything: bool, totals: bool, verbose: int) -
     if totals and found.chain:
         yield ""
         yield from _chain_table(found)
+    if totals and found.preset not in (None, "exact"):
+        yield ""
+        yield f"preset {text.printable(found.preset or '')}: tensors with a method are not exact"
+    if found.resumable is False:
+        yield "not resumable: optimizer states are all zero in it"
     if totals and found.hidden_nbytes:
         yield f"{text.size(found.hidden_nbytes)} of storage belong to no tensor"
     if verbose and found.codecs:
@@ -87,14 +92,16 @@ _NUMBER = re.compile(r"\d+")
 
 def _grouped(rows: Sequence[Row]) -> list[list[Row]]:
     """Group tensors that differ in shape and in the numbers of their names only."""
-    groups: dict[tuple[str, str, str], list[Row]] = {}
+    groups: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
-        groups.setdefault((_NUMBER.sub("*", row.name), row.dtype, row.role), []).append(row)
+        kind = _NUMBER.sub("*", row.name), row.dtype, row.role, row.method or ""
+        groups.setdefault(kind, []).append(row)
     return list(groups.values())
 
 
 def _tensor_table(groups: Sequence[Sequence[Row]], *, width: int) -> list[str]:
     compressed = groups[0][0].stored is not None
+    inexact = any(row.method for group in groups for row in group)
     rows = []
     for group in groups:
         first = group[0]
@@ -102,9 +109,13 @@ def _tensor_table(groups: Sequence[Sequence[Row]], *, width: int) -> list[str]:
         cells = [f"{len(group)}", first.dtype, _shapes(group), first.role, text.size(raw)]
         if compressed:
             cells.append(text.saved(raw, sum(row.stored or 0 for row in group)))
+        if inexact:
+            errors = [row.relative_error or 0.0 for row in group]
+            cells += [first.method or "", f"{max(errors):.1e}" if first.method else ""]
         rows.append(cells)
     head = ["count", "dtype", "shape", "role", "size", *(["saved"] if compressed else [])]
-    left = text.table(head, rows, "><<<>>"[: len(head)])
+    head += ["method", "error"] if inexact else []
+    left = text.table(head, rows, ("><<<>" + ">" * compressed + "<>")[: len(head)])
     room = width - len(left[0]) - 2 if width else None
     labels = ["name", *(_label(group, room) for group in groups)]
     return [f"{cells}  {label}" for cells, label in zip(left, labels, strict=True)]
@@ -174,12 +185,17 @@ def _to_json(found: Inspection) -> dict[str, Any]:
                 "nbytes": row.nbytes,
                 "stored_nbytes": row.stored,
                 "notes": row.notes,
+                "method": row.method,
+                "largest_error": row.largest_error,
+                "relative_error": row.relative_error,
             }
             for row in found.tensors
         ],
         "roles": roles_to_json(found.roles),
         "codecs": found.codecs,
         "chain": [link._asdict() for link in found.chain],
+        "preset": found.preset,
+        "resumable": found.resumable,
         "warnings": found.warnings,
         "missing": found.missing,
     }

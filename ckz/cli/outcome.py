@@ -76,6 +76,10 @@ def tell(source: str, report: Report, summary: str) -> None:
     """Say what came of one input: warnings, one line, and what -v asks for."""
     for warning in report.warnings:
         log.warning("%s: warning: %s", printable(source), printable(warning))
+    if not report.resumable:
+        log.warning(
+            "%s: warning: not resumable, optimizer states are all zero in it", printable(source)
+        )
     log.log(NOTICE, "%s", summary)
     log.info("  %s", count(report.tensors, "tensor"))
     for role, (raw, stored) in report.roles.items():
@@ -151,7 +155,16 @@ def tell_usage() -> None:
 
 def report_to_json(report: Report) -> dict[str, Any]:
     """Give a report as the README's schema has it."""
-    return {**asdict(report), "roles": roles_to_json(report.roles)}
+    return {
+        **asdict(report),
+        "roles": roles_to_json(report.roles),
+        "losses": [loss._asdict() for loss in report.losses],
+    }
+
+
+def inexact(report: Report) -> str:
+    """Say how many tensors are not exact, if there are any."""
+    return f", {count(len(report.losses), 'tensor')} not exact" if report.losses else ""
 
 
 def roles_to_json(

@@ -22,6 +22,10 @@ import numpy.typing as npt
 from ckz.codecs.adam import AdamVariance, AdamWeight
 from ckz.codecs.bitmask import Bitmask
 from ckz.codecs.cast import Cast
+from ckz.codecs.cluster import Cluster
+from ckz.codecs.deadzone import Deadzone
+from ckz.codecs.lc import Lc
+from ckz.codecs.moments import MomentsMomentum, MomentsVariance
 from ckz.codecs.planes import Planes
 from ckz.codecs.raw import Raw
 from ckz.codecs.rowcol import RowCol
@@ -63,6 +67,11 @@ CODECS: dict[str, Any] = {
     "adam-variance": AdamVariance,
     "bitmask": Bitmask,
     "xor": Xor,
+    "deadzone": Deadzone,
+    "lc": Lc,
+    "cluster": Cluster,
+    "moments-momentum": MomentsMomentum,
+    "moments-variance": MomentsVariance,
 }
 
 
@@ -79,6 +88,11 @@ REFERENCES: dict[str, tuple[int | None, int | None]] = {
     "adam-variance": (3, 3),
     "bitmask": (None, 1),
     "xor": (None, 1),
+    "deadzone": (None, None),
+    "lc": (None, None),
+    "cluster": (1, None),
+    "moments-momentum": (1, 1),
+    "moments-variance": (None, None),
 }
 
 

@@ -93,18 +93,7 @@ class RowCol:
         columns : of the matrix.
         at : bytes from the tensor's start to the chunk's.
         """
-        top = self._top(chunk.view("<u4"))
-        first = at // 4
-        height = (first % columns + top.size - 1) // columns + 1
-        rows, row_counts = np.zeros((2, height), np.int64)
-        by_column, column_counts = np.zeros((2, columns), np.int64)
-        for row, column, block in _blocks(top, first % columns, columns):
-            where = slice(column, column + block.shape[1])
-            rows[row : row + len(block)] = block.sum(axis=1, dtype=np.int64)
-            row_counts[row : row + len(block)] = np.count_nonzero(block, axis=1)
-            by_column[where] += block.sum(axis=0, dtype=np.int64)
-            column_counts[where] += np.count_nonzero(block, axis=0)
-        return Sums(first // columns, rows, row_counts, by_column, column_counts)
+        return sum_tops(self._top(chunk.view("<u4")), columns, at // 4)
 
     def encode(self, chunk: Bytes, refs: Sequence[Bytes] = (), at: int = 0) -> bytes | None:
         """Code one chunk; ``at`` is its place in the tensor, in bytes."""
@@ -114,7 +103,7 @@ class RowCol:
         columns = refs[1].size // 2
         column = at // 4 % columns
         top = self._top(x)
-        residual = _predict(refs, column, x.size)
+        residual = predict(refs, column, x.size)
         np.subtract(top, residual, out=residual)
         np.add(residual, 128, out=residual)
         escaped = np.flatnonzero(residual.view(np.uint16) > 255)
@@ -165,7 +154,7 @@ class RowCol:
         planes, rest = decode_planes(payload[_HEAD.size :], sizes)
         if len(rest) != 6 * nescaped or column >= refs[1].size // 2:
             raise CorruptError("a row-column chunk does not have the exceptions it states")
-        top = _predict(refs, column, n)
+        top = predict(refs, column, n)
         symbol, nibble, low1, low0 = planes
         np.add(top, symbol, out=top, casting="unsafe")
         np.subtract(top, 128, out=top)
@@ -192,6 +181,20 @@ class RowCol:
             np.bitwise_and(nibble, 7, out=nibble)
         np.left_shift(nibble, 16, out=wide, dtype=np.uint32)
         np.bitwise_or(x, wide, out=x)
+
+
+def sum_tops(top: npt.NDArray[np.int16], columns: int, first: int) -> Sums:
+    """Sum tops that are not zero over the rows and columns of a matrix, from element first on."""
+    height = (first % columns + top.size - 1) // columns + 1
+    rows, row_counts = np.zeros((2, height), np.int64)
+    by_column, column_counts = np.zeros((2, columns), np.int64)
+    for row, column, block in _blocks(top, first % columns, columns):
+        where = slice(column, column + block.shape[1])
+        rows[row : row + len(block)] = block.sum(axis=1, dtype=np.int64)
+        row_counts[row : row + len(block)] = np.count_nonzero(block, axis=1)
+        by_column[where] += block.sum(axis=0, dtype=np.int64)
+        column_counts[where] += np.count_nonzero(block, axis=0)
+    return Sums(first // columns, rows, row_counts, by_column, column_counts)
 
 
 def make_model(sums: Sequence[Sums], rows: int, columns: int) -> Bytes:
@@ -234,8 +237,14 @@ def _blocks(
         yield row + height, 0, values[values.size - tail :].reshape(1, -1)
 
 
-def _predict(refs: Sequence[Bytes], column: int, n: int) -> npt.NDArray[np.int16]:
-    """Give the prediction for n elements from a column of the first row on."""
+def predict(refs: Sequence[Bytes], column: int, n: int) -> npt.NDArray[np.int16]:
+    """Give the prediction for n elements from a column of the first row on.
+
+    Raises
+    ------
+    CorruptError
+        If there are too few means.
+    """
     row_means, column_means = (ref[: ref.size // 2 * 2].view("<i2") for ref in refs)
     columns = column_means.size
     if (column + n - 1) // columns >= row_means.size:

@@ -43,8 +43,9 @@ _CLASS = struct.Struct("<IBBI")
 class Ulp:
     """Difference to the references, laid end to end; little-endian.
 
-    The payload: for each class its number of elements, k, form and number of escapes; then of each
-    class the coded symbols, the low bits and the escaped values.
+    The payload: for each class its number of elements, k, form, low bits that are zero in all of
+    its differences and are left out, and number of escapes; then of each class the coded symbols,
+    the low bits and the escaped values.
     """
 
     name: ClassVar[str] = "ulp"
@@ -130,11 +131,24 @@ def _shift_of(values: Words) -> int:
     return max(0, -(-(usual.bit_length() - 8) // 4)) if usual >= _ESCAPE else 0
 
 
+def _common_zeros(values: Words) -> int:
+    """Count the low bits that are zero in all differences: of floats that have fewer bits."""
+    sample = values[:: max(1, values.size // _SAMPLE)]
+    # Zigzagged, a negative one has ones there.
+    if int(np.bitwise_or.reduce(sample ^ (0 - (sample & 1)))) & 2:
+        return 0
+    found = int(np.bitwise_or.reduce(values ^ (0 - (values & 1)))) >> 1
+    return (found & -found).bit_length() - 1 if found else 0
+
+
 def _encode_class(values: Words) -> tuple[bytes, bytes]:
     """Code the zigzagged differences of one class; give its header and its body."""
     n = values.size
     if not n:
         return _CLASS.pack(0, 0, _PLAIN, 0), b""
+    low = _common_zeros(values)
+    if low:
+        values = values >> values.dtype.type(low + 1) << 1 | values & 1
     k = _shift_of(values)
     symbols = scratch("symbols", n)
     upper = values >> values.dtype.type(4 * k) if k else values
@@ -144,9 +158,9 @@ def _encode_class(values: Words) -> tuple[bytes, bytes]:
         escaped = values[upper == _ESCAPE]
     symbols[:] = upper
     form, coded = _encode_symbols(symbols)
-    low = _low_planes(values, k)
-    head = _CLASS.pack(n, k, form, escaped.size)
-    return head, b"".join([*coded, *(encode_planes(low) if low else []), escaped.data])
+    planes = _low_planes(values, k)
+    head = _CLASS.pack(n, k, form | low << 1, escaped.size)
+    return head, b"".join([*coded, *(encode_planes(planes) if planes else []), escaped.data])
 
 
 def _encode_symbols(symbols: Bytes) -> tuple[int, list[bytes | memoryview]]:
@@ -178,7 +192,10 @@ def _low_planes(values: Words, k: int) -> list[Bytes]:
 def _decode_class(head: tuple[int, int, int, int], payload: memoryview, out: Words) -> memoryview:
     """Rebuild one class; give what follows in the payload."""
     n, k, form, nescaped = head
-    if n != out.size or k > 2 * out.itemsize or form > _BITMAP or nescaped > n:
+    form, low = form & 1, form >> 1
+    if low >= 8 * out.itemsize:
+        raise CorruptError("a class of differences has no such low bits")
+    if n != out.size or k > 2 * out.itemsize or nescaped > n:
         raise CorruptError("a class of differences does not fit its base")
     if not n:
         return payload
@@ -193,14 +210,17 @@ def _decode_class(head: tuple[int, int, int, int], payload: memoryview, out: Wor
         if k % 2:
             nibbles = np.concatenate([planes[-1] & 15, planes[-1] >> 4])[:n].astype(out.dtype)
             np.bitwise_or(out, nibbles << out.dtype.type(4 * (k - 1)), out=out)
-    if not nescaped:
-        return payload
-    where = np.flatnonzero(symbols == _ESCAPE)
-    nbytes = nescaped * out.itemsize
-    if where.size != nescaped or len(payload) < nbytes:
-        raise CorruptError("a class of differences does not have the escapes it states")
-    out[where] = np.frombuffer(payload, out.dtype, nescaped)
-    return payload[nbytes:]
+    if nescaped:
+        where = np.flatnonzero(symbols == _ESCAPE)
+        nbytes = nescaped * out.itemsize
+        if where.size != nescaped or len(payload) < nbytes:
+            raise CorruptError("a class of differences does not have the escapes it states")
+        out[where] = np.frombuffer(payload, out.dtype, nescaped)
+        payload = payload[nbytes:]
+    if low:
+        ones = (0 - (out & 1)) & out.dtype.type((1 << (low + 1)) - 1)
+        np.bitwise_or(out >> 1 << out.dtype.type(low + 1), ones, out=out)
+    return payload
 
 
 def _decode_symbols(form: int, payload: memoryview, n: int) -> tuple[Bytes, memoryview]:

@@ -1,0 +1,88 @@
+"""BitSnap's clusters for optimizer states.
+
+Li et al., "BitSnap" (arXiv 2511.12376): the values of a tensor are clustered, and each is stored as
+its cluster's label and an eight-bit code inside the cluster. The paper gives neither the number of
+clusters nor the layout; sixteen clusters by one-dimensional k-means on the histogram of the top
+sixteen bits, with a minimum and a scale each, are ours. The second moment is clustered by its
+square root: on the raw values, small ones would become zero and the next step explode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from ckz.codecs import quantized
+from ckz.codecs.floats import WIDTHS, Bytes, Floats
+from ckz.codecs.indices import Indices, fold, unfold
+from ckz.errors import CorruptError
+
+MAX_CLUSTERS = 256
+CODES = 256
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Label and code of each value.
+
+    References: minimum and scale of each cluster, float32, in ascending order.
+
+    Attributes
+    ----------
+    root : 1 if the square roots were clustered.
+    """
+
+    name: ClassVar[str] = "cluster"
+    model: ClassVar[str] = "whole"
+    dtype: str = "float32"
+    root: int = 0
+
+    def __post_init__(self) -> None:
+        if self.dtype not in WIDTHS or self.root not in (0, 1):
+            raise ValueError("no clusters of this kind")
+
+    @property
+    def positive(self) -> bool:
+        """Whether a positive value must stay positive."""
+        return bool(self.root)
+
+    def indices(self, values: Floats, refs: Sequence[Bytes], first: int) -> Indices:
+        """Give label and code of each value."""
+        table = _table(refs)
+        x = np.sqrt(values) if self.root else values
+        label = np.searchsorted(table[:, 0], x, side="right") - 1
+        np.clip(label, 0, len(table) - 1, out=label)
+        scale = table[label, 1]
+        code = np.where(scale > 0, (x - table[label, 0]) / scale, 0)
+        code = np.nan_to_num(np.rint(code), nan=0.0, posinf=CODES - 1, neginf=0)
+        codes = np.clip(code, 0, CODES - 1).astype(np.int32)
+        return fold(label.astype(np.int32) * CODES + codes)
+
+    def values(self, indices: Indices, refs: Sequence[Bytes], first: int) -> Floats:
+        """Give the value of each label and code."""
+        table, numbers = _table(refs), unfold(indices)
+        label = numbers // CODES
+        if int(label.max(initial=0)) >= len(table):
+            raise CorruptError("a cluster is not there")
+        x: npt.NDArray[np.float32] = (numbers % CODES).astype(np.float32)
+        x *= table[label, 1]
+        x += table[label, 0]
+        return x * x if self.root else x
+
+    def encode(self, chunk: Bytes, refs: Sequence[Bytes] = (), at: int = 0) -> bytes | None:
+        """Code the clusters of a chunk."""
+        return quantized.encode(self, chunk, refs, at) if refs else None
+
+    def decode(self, payload: memoryview, refs: Sequence[Bytes], out: Bytes) -> None:
+        """Rebuild a chunk."""
+        quantized.decode(self, payload, refs, out)
+
+
+def _table(refs: Sequence[Bytes]) -> Floats:
+    if len(refs) != 1 or refs[0].size % 8 or not 0 < refs[0].size <= 8 * MAX_CLUSTERS:
+        raise CorruptError("a clustered chunk lacks its table")
+    return refs[0].copy().view("<f4").reshape(-1, 2)

@@ -1,0 +1,179 @@
+"""Adam's moments, quantized by what they do to the next step.
+
+The step is ``m / (sqrt(v) + eps)``. So the first moment is quantized in units of the decoded
+``sqrt(v) + eps``: uniformly, with a dead zone, one step for all tensors. The second is quantized on
+the piecewise-linear logarithm that a float's bits are, where the exponents are predicted by the
+means of their row and column (as in ``rowcol``), or by the base and such means of the change.
+Positive stays positive and zero stays zero. This scheme is ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from ckz.codecs import quantized
+from ckz.codecs.floats import WIDTHS, Bytes, Floats
+from ckz.codecs.indices import Indices
+from ckz.codecs.quantized import floats_of
+from ckz.codecs.rowcol import predict
+from ckz.errors import CorruptError
+
+_LARGEST = float(1 << 24)
+# Bits below those that means are made of.
+_SHIFT = 20
+# What is added to a change of exponents, so that none is zero.
+_CHANGE = 2048
+_INFINITY = 0x7F800000
+# The index of a zero in a row that has others.
+_ZERO = -32
+
+
+@dataclass(frozen=True)
+class MomentsMomentum:
+    """First moments in steps of the update.
+
+    References: the second moment of the same elements, as long as the chunk.
+
+    Attributes
+    ----------
+    step, lift : of the update, and in hundredths of a step how far above it a value lies.
+    eps : the optimizer's.
+    offset : in hundredths of a step, what is added before rounding down.
+    """
+
+    name: ClassVar[str] = "moments-momentum"
+    model: ClassVar[str] = ""
+    positive: ClassVar[bool] = False
+    dtype: str = "float32"
+    step: float = 0.0
+    eps: float = 1e-8
+    offset: int = 40
+    lift: int = 0
+
+    def __post_init__(self) -> None:
+        if self.dtype not in WIDTHS or not (0 <= self.step < 1e30 and 0 <= self.eps < 1e30):
+            raise ValueError("an optimizer has no such steps")
+        if not (0 < self.offset <= 50 and 0 <= self.lift <= 50):
+            raise ValueError("no quantizer has such a dead zone")
+
+    def unit(self, refs: Sequence[Bytes], n: int) -> Floats:
+        """Give what a step of the update is for each element."""
+        unit = np.sqrt(floats_of(refs, self.dtype, n))
+        unit += np.float32(self.eps)
+        unit *= np.float32(self.step)
+        return unit
+
+    def indices(self, values: Floats, refs: Sequence[Bytes], first: int) -> Indices:
+        """Give the steps of each element's update."""
+        size = np.abs(values) / self.unit(refs, values.size)
+        size[values == 0] = 0
+        size += np.float32(self.offset / 100)
+        reached = size < _LARGEST
+        index = np.where(reached, size, 0).astype(np.int32)
+        return np.where(reached, np.where(np.signbit(values), -index, index), quantized.NONE)
+
+    def values(self, indices: Indices, refs: Sequence[Bytes], first: int) -> Floats:
+        """Give the first moment that makes such a step."""
+        far: npt.NDArray[np.float32] = np.abs(indices).astype(np.float32)
+        if self.lift:
+            far += np.float32(self.lift / 100)
+        far *= self.unit(refs, indices.size)
+        far = np.where(indices < 0, -far, far)
+        far[indices == 0] = 0
+        return far
+
+    def encode(self, chunk: Bytes, refs: Sequence[Bytes] = (), at: int = 0) -> bytes | None:
+        """Code the steps of a chunk."""
+        return quantized.encode(self, chunk, refs, at) if len(refs) == 1 else None
+
+    def decode(self, payload: memoryview, refs: Sequence[Bytes], out: Bytes) -> None:
+        """Rebuild a chunk."""
+        if len(refs) != 1:
+            raise CorruptError("first moments need the second ones")
+        quantized.decode(self, payload, refs, out)
+
+
+@dataclass(frozen=True)
+class MomentsVariance:
+    """Second moments in steps of their logarithm, away from the prediction.
+
+    References: the means of the rows that the chunk touches and of all columns, as in ``rowcol``;
+    with ``change`` those of the change, and the base.
+
+    Attributes
+    ----------
+    step : in units in the last place of a float32: 2**23 is a factor of two.
+    """
+
+    name: ClassVar[str] = "moments-variance"
+    model: ClassVar[str] = "rowcol"
+    positive: ClassVar[bool] = True
+    dtype: str = "float32"
+    step: int = 1 << 22
+    change: int = 0
+
+    def __post_init__(self) -> None:
+        if self.dtype not in WIDTHS or not 0 < self.step < 1 << 30 or self.change not in (0, 1):
+            raise ValueError("no second moments have such steps")
+
+    def tops(self, values: Floats, base: Floats | None) -> npt.NDArray[np.int16]:
+        """Give the exponents that means are made of; 0 where there is none."""
+        bits = _bits(values)
+        valid = (bits > 0) & (bits < _INFINITY)
+        top = bits >> _SHIFT
+        if base is not None:
+            before = _bits(base)
+            valid &= (before > 0) & (before < _INFINITY)
+            # Shifted by themselves, so that rounding is the same in both directions.
+            top = np.clip(top - (before >> _SHIFT) + _CHANGE, 1, 2 * _CHANGE - 1)
+        return np.where(valid, top, 0).astype(np.int16)
+
+    def _predicted(
+        self, refs: Sequence[Bytes], first: int, n: int
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+        """Give the predicted bits, and which elements are in rows of zeros."""
+        if len(refs) < 2 or refs[1].size < 2 or (self.change > 0) != (len(refs) > 2):
+            raise CorruptError("second moments lack their means or their base")
+        means = predict(refs[:2], first % (refs[1].size // 2), n)
+        top = means.astype(np.int64)
+        if self.change:
+            before = _bits(floats_of(refs[2:], self.dtype, n))
+            return ((top - _CHANGE) << _SHIFT) + before, top == 0
+        # The middle of what has these top bits.
+        return (top << _SHIFT) + (1 << (_SHIFT - 1)), top == 0
+
+    def indices(self, values: Floats, refs: Sequence[Bytes], first: int) -> Indices:
+        """Give the steps between the prediction and each value."""
+        predicted, empty = self._predicted(refs, first, values.size)
+        bits = _bits(values)
+        far = (bits - predicted + self.step // 2) // self.step
+        far[(far <= _ZERO) | (far >= -_ZERO)] = quantized.NONE
+        zero = bits == 0
+        far[zero] = _ZERO
+        far[zero & empty] = 0
+        return far.astype(np.int32)
+
+    def values(self, indices: Indices, refs: Sequence[Bytes], first: int) -> Floats:
+        """Go so many steps from the prediction."""
+        predicted, empty = self._predicted(refs, first, indices.size)
+        bits = predicted + indices.astype(np.int64) * self.step
+        np.clip(bits, 1, _INFINITY - 1, out=bits)
+        bits[(indices == _ZERO) | empty] = 0
+        return bits.astype(np.uint32).view(np.float32)
+
+    def encode(self, chunk: Bytes, refs: Sequence[Bytes] = (), at: int = 0) -> bytes | None:
+        """Code the steps of a chunk."""
+        return quantized.encode(self, chunk, refs, at) if len(refs) > 1 else None
+
+    def decode(self, payload: memoryview, refs: Sequence[Bytes], out: Bytes) -> None:
+        """Rebuild a chunk."""
+        quantized.decode(self, payload, refs, out)
+
+
+def _bits(values: Floats) -> npt.NDArray[np.int64]:
+    return np.ascontiguousarray(values).view(np.int32).astype(np.int64)

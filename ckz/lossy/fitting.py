@@ -1,0 +1,282 @@
+"""From methods to numbers: steps, clusters and means of each tensor, and the error they make.
+
+A tensor is read twice: once for the numbers, and once to measure what becomes of it. Second moments
+come first, then weights and masters, then 16-bit weights that are casts of these, then first
+moments, which lean on the restored second ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from ckz import codecs
+from ckz.chain import Snapshot
+from ckz.checkpoint import Checkpoint
+from ckz.codecs.cluster import Cluster
+from ckz.codecs.floats import WIDTHS, Bytes
+from ckz.codecs.lc import Lc
+from ckz.codecs.moments import MomentsMomentum, MomentsVariance
+from ckz.codecs.rowcol import make_model, sum_tops
+from ckz.container import Loss, Ref
+from ckz.lossy import EXACT, Method, Methods
+from ckz.lossy.buckets import find_buckets
+from ckz.lossy.clusters import find_clusters
+from ckz.lossy.eligible import Eligible, find_eligible
+from ckz.lossy.measuring import measure_all
+from ckz.lossy.mending import mend_sums
+from ckz.lossy.reading import Fit, cut
+from ckz.lossy.restored import RestoredFiles, Snap
+from ckz.lossy.rounding import cast_of, drop, round_bits, round_relative, round_type
+from ckz.lossy.sampling import blocks, find_step, places
+from ckz.lossy.snapping import as_snap, cost_of, quantizer
+from ckz.lossy.steps import OFFSET, fit_steps
+from ckz.matching import Lean
+from ckz.plan import Candidate
+from ckz.replaying import stem
+from ckz.workers import Workers, in_order
+
+_DEFAULT_EPS = 1e-8
+_HUGE = 1e30
+# Values may be anything, and what overflows is seen to afterwards.
+_QUIETLY = np.errstate(all="ignore")
+_NARROW = {"fp16": "float16", "bf16": "bfloat16"}
+_SHORT = {dtype: name for name, dtype in _NARROW.items()}
+
+
+def approximate(
+    checkpoint: Checkpoint,
+    methods: Methods,
+    files: RestoredFiles,
+    base: Snapshot | None,
+    leans: Mapping[int, Lean],
+    casts: Mapping[int, tuple[Ref, ...]],
+    workers: Workers,
+    *,
+    accept_bad_crc: bool = False,
+) -> tuple[Checkpoint, tuple[Loss, ...]]:
+    """Decide what every tensor will be; ``files`` reads the checkpoint so from then on.
+
+    Parameters
+    ----------
+    leans : span -> what it continues in the base.
+    casts : span -> the float32 ranges of this checkpoint that it is the cast of.
+
+    Returns
+    -------
+    The checkpoint with the checksums it will have, and what is lost.
+
+    Raises
+    ------
+    CorruptError
+        If a zip's checksum does not fit its data, unless ``accept_bad_crc``.
+    """
+    eligible = find_eligible(checkpoint, dropped=not methods.is_resumable)
+    fit = Fit(checkpoint, methods, files, base, eligible, leans, casts)
+    _fit_all(fit, workers)
+    measured = measure_all(checkpoint, files, workers)
+    mended = mend_sums(checkpoint, files, measured, accept_bad_crc=accept_bad_crc)
+    return mended, tuple(found.loss for found in measured.values() if found.loss.largest)
+
+
+def _fit_all(fit: Fit, workers: Workers) -> None:
+    by_role: dict[str, list[Eligible]] = {}
+    for item in fit.eligible.values():
+        by_role.setdefault(item.role, []).append(item)
+    jobs = [partial(_fit_variance, fit, item) for item in by_role.get("variance", ())]
+    casts = _cast_types(fit)
+    parameters = [*by_role.get("master", ()), *by_role.get("weight", ())]
+    jobs += [
+        partial(_fit_parameter, fit, item, casts.get(item.span, frozenset()))
+        for item in parameters
+        if item.span not in fit.casts
+    ]
+    _keep(fit, in_order(workers, jobs))
+    _keep(fit, (_fit_cast(fit, item) for item in parameters if item.span in fit.casts))
+    pairs = _pairs(fit)
+    momenta = by_role.get("momentum", ())
+    step = _moments_step(fit, [(m, pairs[m.span]) for m in momenta if m.span in pairs])
+    jobs = [partial(_fit_momentum, fit, item, pairs.get(item.span), step) for item in momenta]
+    _keep(fit, in_order(workers, jobs))
+
+
+def _keep(fit: Fit, found: Iterable[tuple[int, Snap | None]]) -> None:
+    for span, snap in found:
+        if snap is not None:
+            fit.files.snaps[span] = snap
+
+
+def _cast_types(fit: Fit) -> dict[int, frozenset[str]]:
+    """Give the types that other spans are casts of each span to."""
+    found: dict[int, frozenset[str]] = {}
+    nfiles = len(fit.checkpoint.files)
+    for span, refs in fit.casts.items():
+        for ref in refs:
+            number = ref.span - nfiles
+            dtype = fit.checkpoint.spans[span].dtype
+            found[number] = found.get(number, frozenset()) | {dtype}
+    return found
+
+
+@_QUIETLY
+def _fit_parameter(fit: Fit, item: Eligible, casts: frozenset[str]) -> tuple[int, Snap | None]:
+    """Fit a weight or a master."""
+    method = fit.methods.of(item.role)
+    if method.name in ("lc", "deadzone") and not fit.base_of(item):
+        method = fit.methods.fallback if item.dtype == "float32" and casts else EXACT
+    if method.name == "weight":
+        method = Method(_SHORT[next(iter(casts))]) if casts else EXACT
+    return item.span, _fit(fit, item, method, casts)
+
+
+def _fit(fit: Fit, item: Eligible, method: Method, casts: frozenset[str]) -> Snap | None:
+    """Fit a method that leans on nothing but a base."""
+    name, value = method
+    if method == EXACT:
+        return None
+    if name == "drop":
+        return Snap(drop, str(method))
+    if name == "bits":
+        if item.dtype != "float32" or len(casts) > 1:
+            return None
+        return Snap(
+            partial(round_bits, low=32 - int(value), casts=next(iter(casts), "")), str(method)
+        )
+    if name == "pwrel":
+        return Snap(partial(round_relative, dtype=item.dtype, bound=value), str(method))
+    if name in _NARROW:
+        if _NARROW[name] == item.dtype or item.dtype != "float32":
+            return None
+        return Snap(partial(round_type, dtype=item.dtype, to=_NARROW[name]), str(method))
+    if name == "lc":
+        return quantizer(fit, item, method, Lc(item.dtype), find_buckets(fit, item, int(value)))
+    if name == "cluster":
+        return _fit_clusters(fit, item, method)
+    return fit_steps(fit, item, method)
+
+
+def _fit_cast(fit: Fit, item: Eligible) -> tuple[int, Snap | None]:
+    """Let a 16-bit weight follow the float32 one that it is the cast of, if that changes."""
+    refs = fit.casts[item.span]
+    nfiles = len(fit.checkpoint.files)
+    changed = [fit.files.snaps.get(ref.span - nfiles) for ref in refs]
+    if all(snap is None or snap.method.startswith("bits") for snap in changed):
+        return item.span, None
+
+    def replace(chunk: Bytes, at: int) -> None:
+        parts = [fit.read_ref(ref) for ref in cut(refs, 2 * at, 2 * (at + chunk.size))]
+        cast_of(np.concatenate(parts), chunk, dtype=item.dtype)
+
+    return item.span, Snap(replace, "cast")
+
+
+@_QUIETLY
+def _fit_variance(fit: Fit, item: Eligible) -> tuple[int, Snap | None]:
+    method = fit.methods.variance
+    if method.name != "moments":
+        return item.span, _fit(fit, item, method, frozenset())
+    # Half of the error of an update may come from here; a root has half of the logarithm.
+    step = 2 * math.sqrt(6 * method.value) / math.log(2)
+    codec = MomentsVariance(item.dtype, max(1, int(step * (1 << 23))))
+    plain = _with_means(fit, item, method, codec)
+    if not fit.base_of(item):
+        return item.span, plain
+    change = MomentsVariance(item.dtype, codec.step, change=1)
+    based = _with_means(fit, item, method, change)
+    costs = [cost_of(fit, item, snap) for snap in (plain, based)]
+    return item.span, based if costs[1] < costs[0] else plain
+
+
+def _with_means(fit: Fit, item: Eligible, method: Method, codec: MomentsVariance) -> Snap:
+    sums = []
+    for first, last in blocks(item.nbytes // WIDTHS[item.dtype], WIDTHS[item.dtype]):
+        base = fit.read_base(item, first, last) if codec.change else None
+        tops = codec.tops(fit.original(item, first, last), base)
+        sums.append(sum_tops(tops, item.columns, first))
+    model = make_model(sums, item.rows, item.columns)
+    source = fit.base_of(item) if codec.change else ()
+    return quantizer(fit, item, method, codec, model, source=source)
+
+
+class _MomentsStep(NamedTuple):
+    """The one step of all first moments."""
+
+    step: float
+    lift: int
+    eps: float
+
+
+def _pairs(fit: Fit) -> dict[int, Eligible]:
+    """Give the second moment of each first one: of the same parameter, place by place."""
+    spans: dict[tuple[str, tuple[int, ...]], int] = {}
+    for tensor in fit.checkpoint.tensors:
+        if tensor.role == "variance":
+            for piece in tensor.pieces:
+                spans[stem(tensor.name), (*tensor.shape, *piece.start)] = piece.span
+    found = {}
+    for tensor in fit.checkpoint.tensors:
+        if tensor.role == "momentum":
+            for piece in tensor.pieces:
+                other = spans.get((stem(tensor.name), (*tensor.shape, *piece.start)), -1)
+                first, second = fit.eligible.get(piece.span), fit.eligible.get(other)
+                if first and second and first[3:5] == second[3:5]:  # dtype and bytes
+                    found[piece.span] = second
+    return found
+
+
+@_QUIETLY
+def _moments_step(fit: Fit, pairs: list[tuple[Eligible, Eligible]]) -> _MomentsStep | None:
+    """Choose the step of all first moments from a sample of the updates."""
+    method = fit.methods.momentum
+    if method.name != "moments" or not pairs:
+        return None
+    numbers = [v for path, v in fit.checkpoint.numbers.items() if path.endswith((".eps", "_eps"))]
+    eps = min((v for v in numbers if 0 < v < 1), default=_DEFAULT_EPS)
+    sizes = []
+    share = max(1, sum(first.nbytes for first, _ in pairs) >> 22)
+    for first, second in pairs:
+        n = first.nbytes // WIDTHS[first.dtype]
+        for low, high in places(n, max(1, n // 1024 // share)):
+            m, v = fit.original(first, low, high), fit.restored(second, low, high)
+            update = np.abs(m.astype(np.float64)) / (np.sqrt(v.astype(np.float64)) + eps)
+            sizes.append(update[np.isfinite(update) & (update > 0)])
+    step, lift = find_step(np.concatenate(sizes), method.value / 2, OFFSET / 100)
+    return _MomentsStep(step, round(100 * lift), eps) if 0 < step < _HUGE else None
+
+
+@_QUIETLY
+def _fit_momentum(
+    fit: Fit, item: Eligible, second: Eligible | None, step: _MomentsStep | None
+) -> tuple[int, Snap | None]:
+    method = fit.methods.momentum
+    if method.name != "moments":
+        return item.span, _fit(fit, item, method, frozenset())
+    if second is None or step is None:
+        # Momentum without a second moment, as SGD has it: in steps of its own rows.
+        alone = Method("deadzone", method.value / 2)
+        return item.span, fit_steps(fit, item, alone, source=())
+    codec = MomentsMomentum(item.dtype, step.step, step.eps, OFFSET, step.lift)
+    nfiles = len(fit.checkpoint.files)
+    candidate = Candidate(codecs.spec(codec), inputs=(Ref(nfiles + second.span, 0, second.nbytes),))
+    return item.span, as_snap(fit, candidate, method)
+
+
+def _fit_clusters(fit: Fit, item: Eligible, method: Method) -> Snap | None:
+    root = int(item.role == "variance")
+    counts = np.zeros(1 << 16, np.int64)
+    for first, last in blocks(item.nbytes // WIDTHS[item.dtype], WIDTHS[item.dtype]):
+        values = fit.original(item, first, last)
+        x = np.sqrt(values) if root else values
+        x = x[np.isfinite(x)]
+        counts += np.bincount(x.view(np.uint32) >> np.uint32(16), minlength=1 << 16)
+    table = find_clusters(counts, int(method.value))
+    if table is None:
+        return None
+    codec = Cluster(item.dtype, root)
+    return quantizer(
+        fit, item, method, codec, table.astype("<f4").reshape(-1).view(np.uint8), source=()
+    )

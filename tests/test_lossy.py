@@ -1,0 +1,449 @@
+"""Lossy methods: the rules that hold for all of them, bounds, chains, and what files become."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
+
+from ckz import pipeline
+from ckz.container_read import open_container
+from ckz.errors import CorruptError, UsageError
+from ckz.inspection import inspect
+from ckz.lossy import Methods, methods_of
+
+ROWS, COLUMNS = 60, 96
+
+# Everything that a user can ask for.
+ASKED: list[dict[str, str]] = [
+    {"preset": "resume"},
+    {"preset": "compact"},
+    {"preset": "archive"},
+    *({"weights": w} for w in ("fp16", "bf16", "int8", "lc:3", "deadzone:0.1")),
+    *({"max_error": f"{b}:{e}"} for b in ("abs", "rel", "pwrel") for e in (1e-2, 1e-5, 1e-30)),
+    {"max_error": "update:0.01"},
+    *({"optimizer": o} for o in ("moments:0.3", "cluster", "cluster:2", "pwrel:0.1")),
+]
+
+
+def ask(**options: str) -> Methods:
+    return methods_of(**options)
+
+
+def state(seed: int, step: int = 0) -> dict[str, Any]:
+    """A training state in mixed precision, with an embedding of which few rows are used."""
+    rng = np.random.default_rng(seed)
+    drift = np.random.default_rng(seed + 1000 + step)
+    masters, weights, first, second = {}, {}, {}, {}
+    for name in ("embed", "proj", "norm"):
+        shape = (ROWS, COLUMNS) if name != "norm" else (COLUMNS,)
+        master = rng.normal(0, 0.02, shape) + step * drift.normal(0, 1e-4, shape)
+        scale = np.exp(rng.normal(0, 2, (shape[0], *(1,) * (len(shape) - 1))))
+        m, v = rng.normal(0, 1e-3, shape) * scale, (rng.normal(0, 1e-3, shape) * scale) ** 2
+        if name == "embed":
+            m[10:40], v[10:40] = 0, 0
+        masters[name] = torch.from_numpy(master.astype(np.float32))
+        weights[name] = masters[name].bfloat16()
+        first[name] = torch.from_numpy(m.astype(np.float32))
+        second[name] = torch.from_numpy(v.astype(np.float32))
+    optimizer = {
+        "fp32_master": masters,
+        "exp_avg": first,
+        "exp_avg_sq": second,
+        "step": torch.tensor(7.0 + step),
+        "param_groups": [{"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8}],
+    }
+    return {"model": weights, "optimizer": optimizer, "rng_state": torch.get_rng_state()}
+
+
+def tensors(value: Any, path: str = "") -> dict[str, torch.Tensor]:
+    if isinstance(value, dict):
+        return {k: t for key, v in value.items() for k, t in tensors(v, f"{path}.{key}").items()}
+    return {path: value} if isinstance(value, torch.Tensor) else {}
+
+
+def save(path: Path, value: Any) -> Path:
+    torch.save(value, path)
+    return path
+
+
+def pack(source: Path, methods: Methods, base: Path | None = None, **options: Any) -> Path:
+    output = source.with_name(source.name + ".ckz")
+    pipeline.compress(source, output, methods=methods, base=base, force=True, **options)
+    return output
+
+
+def unpack(packed: Path) -> Any:
+    output = packed.with_suffix(".out")
+    pipeline.decompress(packed, output, force=True)
+    assert zipfile.ZipFile(output).testzip() is None
+    return torch.load(output)
+
+
+def bits(x: np.ndarray) -> np.ndarray:
+    return x.view({2: np.uint16, 4: np.uint32, 8: np.uint64}[x.itemsize])
+
+
+def numpy_of(x: torch.Tensor) -> np.ndarray:
+    if x.dtype == torch.bfloat16:
+        return x.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return x.numpy()
+
+
+def assert_rules(before: Any, after: Any) -> None:
+    """What holds for every method."""
+    old, new = tensors(before), tensors(after)
+    assert list(old) == list(new)
+    for name, x in old.items():
+        y = new[name]
+        assert x.dtype == y.dtype
+        assert x.shape == y.shape
+        if x.ndim < 2 and "exp" not in name:
+            assert torch.equal(x, y)
+        a, b = numpy_of(x).reshape(-1), numpy_of(y).reshape(-1)
+        if a.dtype == np.uint8:
+            continue
+        special = ~np.isfinite(a) | (a == 0)
+        assert np.array_equal(bits(a[special]), bits(b[special])), name
+        assert np.isfinite(b[~special]).all(), name
+
+
+@pytest.mark.parametrize("options", ASKED, ids=lambda o: " ".join(o.values()))
+@pytest.mark.parametrize("based", [False, True])
+def test_every_method_keeps_the_rules(tmp_path: Path, options: dict[str, str], based: bool) -> None:
+    methods = ask(**options)
+    base = pack(save(tmp_path / "a.pt", state(0)), methods) if based else None
+    before = state(0, 5)
+    source = save(tmp_path / "b.pt", before)
+    packed = pack(source, methods, base)
+    after = unpack(packed)
+    assert_rules(before, after)
+    if methods.is_resumable:
+        for name, v in before["optimizer"]["exp_avg_sq"].items():
+            assert torch.equal(v > 0, after["optimizer"]["exp_avg_sq"][name] > 0)
+    for name, master in after["optimizer"]["fp32_master"].items():
+        assert torch.equal(master.bfloat16(), after["model"][name])
+    assert torch.equal(
+        before["optimizer"]["exp_avg"]["norm"], after["optimizer"]["exp_avg"]["norm"]
+    ) == (methods.is_resumable)
+    with open_container(packed) as container:
+        losses = container.losses
+        assert container.meta["resumable"] == methods.is_resumable
+    changed = [n for n, x in tensors(before).items() if not torch.equal(x, tensors(after)[n])]
+    assert len(losses) == len(changed)
+    # The same bytes with any number of threads.
+    assert packed.read_bytes() == pack(source, methods, base, threads=1).read_bytes()
+
+
+def test_recorded_errors_are_those_made(tmp_path: Path) -> None:
+    before = state(3)
+    packed = pack(save(tmp_path / "a.pt", before), ask(preset="resume", max_error="rel:0.001"))
+    after = unpack(packed)
+    found = {row.name: row for row in inspect(packed).tensors if row.method}
+    assert len(found) >= 4
+    for name, row in found.items():
+        x, y = (tensors(s)["." + name].double().numpy() for s in (before, after))
+        assert row.largest_error == np.abs(x - y).max()
+        relative = np.sqrt(((x - y) ** 2).sum() / (x * x).sum())
+        assert row.relative_error == pytest.approx(relative, rel=1e-12)
+
+
+SPECIAL = [0.0, -0.0, np.inf, -np.inf, np.nan, 1e-45, -1e-40, 3.4e38, -3.4e38, 1e-30, 1.0]
+
+
+def values(data: Any) -> np.ndarray:
+    """Matrices of values of one size, of all sizes, or special."""
+    rng = np.random.default_rng(data.draw(st.integers(0, 1 << 30)))
+    x = rng.normal(0, 1, ROWS * COLUMNS)
+    kind = data.draw(st.sampled_from(["normal", "wide", "constant", "special", "bits", "ramp"]))
+    if kind == "wide":
+        x = x * 10.0 ** rng.integers(-40, 37, x.size)
+    elif kind == "constant":
+        x = np.full(x.size, data.draw(st.sampled_from(SPECIAL)))
+    elif kind == "special":
+        x = rng.choice(SPECIAL, x.size)
+    elif kind == "ramp":
+        x = np.linspace(-1e7, 1e7, x.size)
+    with np.errstate(all="ignore"):
+        found = x.astype(np.float32)
+    if kind == "bits":
+        found = rng.integers(0, 1 << 32, x.size, dtype=np.uint32).view(np.float32)
+    return found.reshape(ROWS, COLUMNS)
+
+
+@given(
+    data=st.data(),
+    kind=st.sampled_from(["abs", "rel", "pwrel"]),
+    error=st.sampled_from([1e-1, 1e-3, 1e-5, 1e-9, 1e-38]),
+    dtype=st.sampled_from([np.float32, np.float16, ml_dtypes.bfloat16]),
+)
+def test_bounds_are_kept(
+    tmp_path_factory: pytest.TempPathFactory, data: Any, kind: str, error: float, dtype: type
+) -> None:
+    folder = tmp_path_factory.mktemp("bound")
+    with np.errstate(all="ignore"):
+        x = values(data).astype(dtype)
+    save_file({"w.weight": x}, folder / "m")
+    packed = pack(folder / "m", ask(max_error=f"{kind}:{error}"))
+    pipeline.decompress(packed, folder / "out")
+    y = load_file(folder / "out")["w.weight"]
+    finite = np.isfinite(x)
+    assert np.array_equal(bits(x[~finite]), bits(y[~finite]))
+    a, b = x[finite].astype(np.float64), y[finite].astype(np.float64)
+    assert not b[a == 0].any()
+    limit = error
+    if kind == "rel":
+        limit = error * (a.max() - a.min()) if a.size else 0.0
+    assert (np.abs(a - b) <= (error * np.abs(a) if kind == "pwrel" else limit)).all()
+
+
+@given(
+    data=st.data(),
+    method=st.sampled_from(
+        ["moments:0.005", "moments:0.5", "cluster:16", "cluster:2", "pwrel:0.2"]
+    ),
+)
+def test_any_moments_keep_the_rules(
+    tmp_path_factory: pytest.TempPathFactory, data: Any, method: str
+) -> None:
+    folder = tmp_path_factory.mktemp("moments")
+    m, v = values(data), np.abs(values(data))
+    before = {
+        "model": {"w": torch.zeros(ROWS, COLUMNS)},
+        "optimizer": {
+            "exp_avg": {"w": torch.from_numpy(m)},
+            "exp_avg_sq": {"w": torch.from_numpy(v)},
+        },
+    }
+    packed = pack(save(folder / "a.pt", before), ask(optimizer=method))
+    after = unpack(packed)
+    assert_rules(before, after)
+    w = after["optimizer"]["exp_avg_sq"]["w"].numpy()
+    assert np.array_equal(v > 0, w > 0)
+
+
+def test_a_small_second_moment_does_not_vanish(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    m = rng.normal(0, 1, (ROWS, COLUMNS)).astype(np.float32)
+    v = (m * m).astype(np.float32)
+    m[3], v[3] = 1e-6, 1e-12
+    before = {
+        "model": {"w": torch.zeros(ROWS, COLUMNS)},
+        "optimizer": {
+            "exp_avg": {"w": torch.from_numpy(m)},
+            "exp_avg_sq": {"w": torch.from_numpy(v)},
+        },
+    }
+    for method in ("moments:0.005", "pwrel:0.1"):
+        after = unpack(pack(save(tmp_path / "a.pt", before), ask(optimizer=method)))
+        m2, v2 = (after["optimizer"][k]["w"].numpy() for k in ("exp_avg", "exp_avg_sq"))
+        update = m2[3] / (np.sqrt(v2[3]) + 1e-8)
+        assert np.abs(update / (1e-6 / (1e-6 + 1e-8)) - 1).max() < 0.3
+
+
+def test_moments_keep_their_budget(tmp_path: Path) -> None:
+    before = state(1)
+    for budget in (0.005, 0.1):
+        after = unpack(pack(save(tmp_path / "a.pt", before), ask(optimizer=f"moments:{budget}")))
+        old, new = [], []
+        for name in ("embed", "proj"):
+            for s, out in ((before, old), (after, new)):
+                m, v = (s["optimizer"][k][name].double() for k in ("exp_avg", "exp_avg_sq"))
+                out.append((m / (v.sqrt() + 1e-8)).numpy().ravel())
+        u, w = np.concatenate(old), np.concatenate(new)
+        error = ((u - w) ** 2).sum() / (u * u).sum()
+        assert budget / 4 < error < 1.1 * budget
+
+
+def test_nothing_allowed_is_lossless(tmp_path: Path) -> None:
+    source = save(tmp_path / "a.pt", state(0))
+    for bound in ("abs:0", "rel:0", "pwrel:0", "update:0"):
+        methods = ask(max_error=bound)
+        assert not methods.is_lossy
+        packed = pack(source, methods)
+        pipeline.decompress(packed, tmp_path / "out", force=True)
+        assert (tmp_path / "out").read_bytes() == source.read_bytes()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_error": "abs:nan"},
+        {"max_error": "abs:-1"},
+        {"max_error": "abs:inf"},
+        {"max_error": "abs"},
+        {"max_error": "rel:2"},
+        {"weights": "lc:1"},
+        {"weights": "lc:3.5"},
+        {"weights": "bf16:3"},
+        {"weights": "moments:0.1"},
+        {"optimizer": "cluster:1"},
+        {"optimizer": "abs:0.1"},
+        {"optimizer": "deadzone:0.1"},
+        {"optimizer": "int8"},
+        {"preset": "none"},
+    ],
+)
+def test_nonsense_is_wrong_usage(options: dict[str, str]) -> None:
+    with pytest.raises(UsageError):
+        methods_of(**options)
+
+
+def test_no_flag_quantizes_the_second_moment_by_amounts() -> None:
+    for options in ASKED:
+        variance = ask(**options).variance
+        assert variance.name in ("exact", "moments", "cluster", "pwrel", "drop")
+
+
+def test_a_raw_base_is_refused(tmp_path: Path) -> None:
+    base, source = (save(tmp_path / f"{k}.pt", state(0, k)) for k in (0, 1))
+    with pytest.raises(UsageError, match="compress the base first"):
+        pack(source, ask(preset="compact"), base)
+    with pytest.raises(UsageError, match="sha256"):
+        pack(source, ask(preset="resume"), sha256=True)
+
+
+def test_errors_do_not_add_up_in_a_chain(tmp_path: Path) -> None:
+    """Fifty links, each against the restored one before."""
+    rng = np.random.default_rng(5)
+    x = rng.normal(0, 0.02, (ROWS, COLUMNS))
+    base, errors = None, []
+    for step in range(50):
+        x = x + rng.normal(0, 1e-4, x.shape)
+        save_file({"w.weight": x.astype(np.float32)}, tmp_path / f"s{step}")
+        packed = pack(tmp_path / f"s{step}", ask(weights="deadzone:0.1"), base, anchor=100)
+        pipeline.decompress(packed, tmp_path / "out", force=True)
+        y = load_file(tmp_path / "out")["w.weight"]
+        errors.append(np.sqrt(((y - x) ** 2).mean()))
+        base = packed
+    assert errors[0] < 1e-9
+    # A tenth of the power of a step that also makes up for the error before.
+    assert max(errors) < 0.5e-4
+    assert np.mean(errors[40:]) < 1.2 * np.mean(errors[2:12])
+
+
+def test_published_methods_lean_on_a_base(tmp_path: Path) -> None:
+    first, second = state(0), state(0, 3)
+    base = pack(save(tmp_path / "a.pt", first), ask())
+    source = save(tmp_path / "b.pt", second)
+    exact = pack(source, ask(), base).stat().st_size
+    for method in ("lc:3", "lc:2", "deadzone:0.1"):
+        packed = pack(source, ask(weights=method), base)
+        assert packed.stat().st_size < 0.85 * exact
+        after = unpack(packed)
+        was, now, got = (s["optimizer"]["fp32_master"]["proj"] for s in (first, second, after))
+        assert (got - now).norm() < 0.95 * (now - was).norm()
+    with open_container(packed) as container:
+        assert container.meta["base"]["depth"] == 1
+
+
+def test_routers_and_integers_stay_exact(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    arrays = {
+        "model.layers.0.mlp.gate.weight": rng.normal(0, 1, (8, 512)).astype(np.float32),
+        "model.layers.0.mlp.gate.e_score_correction_bias": np.linspace(6.8, 7.1, 256, dtype="f4"),
+        "model.layers.0.mlp.experts.0.w1.weight": rng.normal(0, 1, (64, 64)).astype(np.float32),
+        "q.weight": rng.integers(-128, 127, (64, 64)).astype(np.int8),
+        "q.weight_scale": rng.random((64, 64)).astype(np.float32),
+        "steps": np.array([10000, 16777217], np.int64),
+    }
+    save_file(arrays, tmp_path / "m")
+    packed = pack(tmp_path / "m", ask(max_error="abs:0.1"))
+    pipeline.decompress(packed, tmp_path / "out")
+    restored = load_file(tmp_path / "out")
+    changed = {name for name, x in arrays.items() if not np.array_equal(x, restored[name])}
+    assert changed == {"model.layers.0.mlp.experts.0.w1.weight"}
+
+
+def test_views_that_disagree_stay_exact(tmp_path: Path) -> None:
+    storage, tied = torch.randn(2, 64, 64)
+    storage, tied = storage.clone(), tied.clone()
+    value = {
+        "model": {"a": storage, "b": torch.randn(100, 64)[36:], "x": tied, "y": tied.t()},
+        "optimizer": {"exp_avg": {"a": storage}},
+    }
+    packed = pack(save(tmp_path / "a.pt", value), ask(max_error="abs:0.01"))
+    after = unpack(packed)
+    assert torch.equal(after["model"]["a"], storage)
+    assert torch.equal(after["model"]["b"], value["model"]["b"])
+    assert not torch.equal(after["model"]["x"], tied)
+    assert torch.equal(after["model"]["x"].t(), after["model"]["y"])
+
+
+def test_a_damaged_source_is_not_blessed(tmp_path: Path) -> None:
+    source = save(tmp_path / "a.pt", state(0))
+    data = bytearray(source.read_bytes())
+    member = max(zipfile.ZipFile(source).infolist(), key=lambda m: m.file_size)
+    data[member.header_offset + 200 + member.file_size // 2] ^= 1
+    source.write_bytes(data)
+    with pytest.raises(CorruptError, match="CRC"):
+        pack(source, ask(preset="resume"))
+    packed = pack(source, ask(preset="resume"), accept_bad_crc=True)
+    unpack(packed)
+
+
+def test_archive_keeps_weights_and_says_what_it_is(tmp_path: Path) -> None:
+    before = state(0)
+    packed = pack(save(tmp_path / "a.pt", before), ask(preset="archive"))
+    after = unpack(packed)
+    for name, weight in before["model"].items():
+        assert torch.equal(weight, after["model"][name])
+    for key in ("exp_avg", "exp_avg_sq"):
+        assert not any(x.any() for x in after["optimizer"][key].values())
+    assert inspect(packed).resumable is False
+    assert not pipeline.decompress(packed, tmp_path / "out", force=True).resumable
+
+
+def test_rebase_keeps_what_is_said(tmp_path: Path) -> None:
+    methods = ask(preset="compact")
+    base = pack(save(tmp_path / "a.pt", state(0)), methods)
+    packed = pack(save(tmp_path / "b.pt", state(0, 1)), methods, base)
+    said = [row[6:] for row in inspect(packed).tensors]
+    restored = unpack(packed)
+    pipeline.rebase(packed)
+    found = inspect(packed)
+    assert [row[6:] for row in found.tensors] == said
+    assert found.preset == "compact"
+    assert not found.chain
+    for name, x in tensors(restored).items():
+        assert torch.equal(x, tensors(unpack(packed))[name])
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "dcp/fsdp2/step_12",
+        "deepspeed/zero1/global_step8",
+        "lightning/epoch=1-step=20.ckpt",
+        "keras/epoch_3.weights.h5",
+        "numpy/weights.npz",
+        "megatron/iter_0000030",
+        "safetensors/hf_sharded_fp32",
+        "torch/full_legacy.pth",
+    ],
+)
+def test_real_layouts(corpus: Path, tmp_path: Path, name: str) -> None:
+    source = corpus / "zoo" / name
+    for preset in ("resume", "archive"):
+        packed = tmp_path / "x.ckz"
+        report = pipeline.compress(
+            source, packed, methods=ask(preset=preset, weights="pwrel:0.01"), force=True
+        )
+        assert report.losses
+        assert pipeline.verify(packed, data=True)
+        out = tmp_path / preset
+        pipeline.decompress(packed, out)
+        for old in [source, *source.rglob("*")]:
+            new = out / old.relative_to(source)
+            if old.is_file():
+                assert old.stat().st_size == new.stat().st_size
+                if zipfile.is_zipfile(old):
+                    assert zipfile.ZipFile(new).testzip() is None
