@@ -29,6 +29,9 @@ _SHIFT = 20
 # What is added to a change of exponents, so that none is zero.
 _CHANGE = 2048
 _INFINITY = 0x7F800000
+_TOP = (_INFINITY >> _SHIFT) - 1
+# Between two numbers one of which is the prediction of the other: nearly all exponents.
+_FAR = (1 << 31) - (1 << 29) - 1
 # The index of a zero in a row that has others.
 _ZERO = -32
 
@@ -85,7 +88,8 @@ class MomentsMomentum:
         far *= self.unit(refs, indices.size)
         far = np.where(indices < 0, -far, far)
         far[indices == 0] = 0
-        return far
+        found: Indices = far
+        return found
 
     def encode(self, chunk: Bytes, refs: Sequence[Bytes] = (), at: int = 0) -> bytes | None:
         """Code the steps of a chunk."""
@@ -135,33 +139,38 @@ class MomentsVariance:
 
     def _predicted(
         self, refs: Sequence[Bytes], first: int, n: int
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+    ) -> tuple[npt.NDArray[np.signedinteger], npt.NDArray[np.bool_]]:
         """Give the predicted bits, and which elements are in rows of zeros."""
         if len(refs) < 2 or refs[1].size < 2 or (self.change > 0) != (len(refs) > 2):
             raise CorruptError("second moments lack their means or their base")
-        means = predict(refs[:2], first % (refs[1].size // 2), n)
-        top = means.astype(np.int64)
+        top = predict(refs[:2], first % (refs[1].size // 2), n)
+        empty = top == 0
         if self.change:
-            before = _bits(floats_of(refs[2:], self.dtype, n))
-            return ((top - _CHANGE) << _SHIFT) + before, top == 0
+            change = (top.astype(np.int32) - _CHANGE) << _SHIFT
+            return change + _bits(floats_of(refs[2:], self.dtype, n)).astype(np.int64), empty
         # The middle of what has these top bits.
-        return (top << _SHIFT) + (1 << (_SHIFT - 1)), top == 0
+        return (np.clip(top, 0, _TOP).astype(np.int32) << _SHIFT) + (1 << (_SHIFT - 1)), empty
 
     def indices(self, values: Floats, refs: Sequence[Bytes], first: int) -> Indices:
         """Give the steps between the prediction and each value."""
         predicted, empty = self._predicted(refs, first, values.size)
         bits = _bits(values)
-        far = (bits - predicted + self.step // 2) // self.step
-        far[(far <= _ZERO) | (far >= -_ZERO)] = quantized.NONE
+        # Without a change, neither leaves the positive half of its type.
+        apart = np.maximum(bits, 0) - predicted
+        # With half a step more it has to fit, too.
+        far = ((np.clip(apart, -_FAR, _FAR) + self.step // 2) // self.step).astype(np.int32)
+        far[(np.abs(far) >= -_ZERO) | (np.abs(apart) >= _FAR)] = quantized.NONE
         zero = bits == 0
         far[zero] = _ZERO
         far[zero & empty] = 0
-        return far.astype(np.int32)
+        found: Indices = far
+        return found
 
     def values(self, indices: Indices, refs: Sequence[Bytes], first: int) -> Floats:
         """Go so many steps from the prediction."""
         predicted, empty = self._predicted(refs, first, indices.size)
-        bits = predicted + indices.astype(np.int64) * self.step
+        bits = indices.astype(np.int64) * self.step
+        bits += predicted
         np.clip(bits, 1, _INFINITY - 1, out=bits)
         bits[(indices == _ZERO) | empty] = 0
         return bits.astype(np.uint32).view(np.float32)
@@ -175,5 +184,5 @@ class MomentsVariance:
         quantized.decode(self, payload, refs, out)
 
 
-def _bits(values: Floats) -> npt.NDArray[np.int64]:
-    return np.ascontiguousarray(values).view(np.int32).astype(np.int64)
+def _bits(values: Floats) -> npt.NDArray[np.int32]:
+    return np.ascontiguousarray(values).view(np.int32)

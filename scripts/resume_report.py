@@ -1,0 +1,6 @@
+"""Placeholder."""
+
+from pathlib import Path
+
+
+def write(kept: Path) -> None: ...
