@@ -1,4 +1,4 @@
-"""What becomes of a checkpoint before training resumes from it: every preset and method, and rivals.
+"""What becomes of a checkpoint before training resumes: presets, methods, and rivals.
 
 ckz's own are whole commands: the checkpoint is compressed and decompressed. The published methods
 that ckz has no command for, because they break its rules, are here: eight-bit block-wise states

@@ -36,7 +36,7 @@ class Model(NamedTuple):
 
 
 def read_text() -> torch.Tensor:
-    """Give the text as numbers of words; the commonest have the smallest, 0 is for all rare ones."""
+    """Give the text as numbers of words; the commonest have the smallest, 0 is for the rare."""
     if _TEXT.exists():
         found: torch.Tensor = torch.load(_TEXT)
         return found
@@ -162,7 +162,7 @@ def _gpt_losses(weights: Weights, tokens: torch.Tensor) -> torch.Tensor:
     return _predicted(weights, x, tokens)
 
 
-# -- a mixture of experts: 6.2 million parameters, two experts of eight for each token --------------
+# -- a mixture of experts: 6.1 million parameters, two of eight experts for each token -------------
 
 _MOE_WIDTH, _MOE_LAYERS, _MOE_HEADS = 192, 4, 6
 EXPERTS, _TOP, _MOE_INNER = 8, 2, 256
@@ -210,4 +210,4 @@ def _experts(weights: Weights, x: torch.Tensor, name: str) -> torch.Tensor:
 
 
 GPT = Model("GPT, 5.8 M", _begin_gpt, _gpt_losses)
-MOE = Model("mixture of experts, 6.2 M", _begin_moe, _moe_losses)
+MOE = Model("mixture of experts, 6.1 M", _begin_moe, _moe_losses)

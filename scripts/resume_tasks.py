@@ -31,6 +31,7 @@ class Task(NamedTuple):
         changes the state.
     base, saved : steps after which the base and the checkpoint are saved.
     resumed, longer : steps after that, of every run and of the presets'.
+    fewer : whether only some of the methods are tried.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Task(NamedTuple):
     saved: int
     resumed: int
     longer: int
+    fewer: bool = False
 
 
 def _by_class(losses: torch.Tensor, ranks: torch.Tensor) -> torch.Tensor:
@@ -61,10 +63,10 @@ def _mixed(model: Model, **steps: int) -> Task:
         losses = resume_training.step(state, model.losses, tokens)
         return _by_class(losses.flatten(), tokens[:, 1:].flatten())
 
-    return Task(model.name, begin, step, **steps)
+    return Task(model.name, begin, step, **steps)  # type: ignore[arg-type]
 
 
-# -- a fine-tune of MiniLM's encoder, through transformers, in float32 -------------------------------
+# -- a fine-tune of MiniLM's encoder, through transformers, in float32 -----------------------------
 
 _RATE, _WARMUP = 1e-4, 20
 
@@ -149,7 +151,7 @@ def _adamw(state: State, gradients: tuple[torch.Tensor | None, ...]) -> None:
 
 TASKS = {
     "gpt": _mixed(resume_models.GPT, base=160, saved=200, resumed=40, longer=200),
-    "moe": _mixed(resume_models.MOE, base=160, saved=200, resumed=40, longer=40),
+    "moe": _mixed(resume_models.MOE, base=160, saved=200, resumed=40, longer=40, fewer=True),
     "minilm": Task(
         "MiniLM fine-tune, 22.7 M",
         _begin_encoder,
@@ -158,5 +160,6 @@ TASKS = {
         saved=80,
         resumed=40,
         longer=40,
+        fewer=True,
     ),
 }

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import hypothesis
 import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
+
+import ckz.cli
+from ckz.cli import outcome, stopping
 
 hypothesis.settings.register_profile("default", max_examples=60, deadline=None)
 hypothesis.settings.register_profile("ci", max_examples=400, deadline=None)
@@ -48,3 +55,31 @@ def model(tmp_path: Path) -> Path:
     path = tmp_path / "model.safetensors"
     safetensors.numpy.save_file(state(), path, metadata={"format": "pt"})
     return path
+
+
+class Result(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def run(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+    """Run ckz in this process; the signal handlers and the logger are put back afterwards."""
+    handlers = {number: signal.getsignal(number) for number in stopping.STOPS}
+
+    def run(*arguments: object) -> Result:
+        monkeypatch.setattr(sys, "argv", ["ckz", *map(str, arguments)])
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            ckz.cli.main()
+        out, err = capfd.readouterr()
+        return Result(ended.value.code or 0, out, err)
+
+    yield run
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    outcome.log.handlers.clear()

@@ -15,49 +15,22 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 import typer
+from conftest import Run
 from safetensors.numpy import load, load_file, save_file
 
 import ckz.cli
 from ckz import pipeline
-from ckz.cli import names, outcome, stopping, streams, text
+from ckz.cli import names, streams, text
 from ckz.cli.options import parse_size
 
 COMMAND = [sys.executable, "-m", "ckz"]
-
-
-class Result(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-Run = Callable[..., Result]
-
-
-@pytest.fixture
-def run(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
-    """Run ckz in this process; the signal handlers and the logger are put back afterwards."""
-    handlers = {number: signal.getsignal(number) for number in stopping.STOPS}
-
-    def run(*arguments: object) -> Result:
-        monkeypatch.setattr(sys, "argv", ["ckz", *map(str, arguments)])
-        capfd.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            ckz.cli.main()
-        out, err = capfd.readouterr()
-        return Result(ended.value.code or 0, out, err)
-
-    yield run
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
-    outcome.log.handlers.clear()
 
 
 @pytest.fixture

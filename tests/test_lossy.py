@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from conftest import Run
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
@@ -447,3 +449,62 @@ def test_real_layouts(corpus: Path, tmp_path: Path, name: str) -> None:
                 assert old.stat().st_size == new.stat().st_size
                 if zipfile.is_zipfile(old):
                     assert zipfile.ZipFile(new).testzip() is None
+
+
+# -- the commands ----------------------------------------------------------------------------------
+
+
+def test_commands_say_what_is_lost(run: Run, tmp_path: Path) -> None:
+    source = save(tmp_path / "a.pt", state(0))
+    packed = tmp_path / "a.pt.ckz"
+    done = run("compress", "--preset", "archive", source)
+    assert done.code == 0
+    assert "8 tensors not exact" in done.err
+    assert "not resumable" in done.err
+    shown = run("inspect", packed).out
+    assert "method" in shown
+    assert "not resumable" in shown
+    assert "preset archive" in shown
+    done = run("decompress", "-f", packed)
+    assert done.code == 0
+    assert "not exact" in done.err
+    assert "not resumable" in done.err
+    (found,) = json.loads(run("inspect", "--json", packed).out)["results"]
+    assert found["resumable"] is False
+    assert found["preset"] == "archive"
+    assert {t["method"] for t in found["tensors"]} == {None, "bf16", "drop"}
+    assert all(t["largest_error"] > 0 for t in found["tensors"] if t["method"])
+
+
+def test_a_plain_compression_has_nothing_of_it(run: Run, tmp_path: Path) -> None:
+    source = save(tmp_path / "a.pt", state(0))
+    done = run("compress", "--json", source)
+    (found,) = json.loads(done.out)["results"]
+    assert found["losses"] == []
+    assert found["resumable"] is True
+    assert "method" not in run("inspect", tmp_path / "a.pt.ckz").out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--weights", "lc:1"], "from 2 to 8"),
+        (["--optimizer", "raw"], "there are"),
+        (["--max-error", "abs:-1"], "from 0"),
+        (["--preset", "resume", "--sha256"], "sha256"),
+    ],
+)
+def test_wrong_usage_is_one_line(run: Run, tmp_path: Path, arguments: list[str], says: str) -> None:
+    source = save(tmp_path / "a.pt", state(0))
+    done = run("compress", *arguments, source)
+    assert done.code == 2
+    assert says in done.err
+    assert not (tmp_path / "a.pt.ckz").exists()
+
+
+def test_dry_runs_plan_lossy_codecs(run: Run, tmp_path: Path) -> None:
+    source = save(tmp_path / "a.pt", state(0))
+    done = run("compress", "--preset", "resume", "-n", source)
+    assert done.code == 0
+    assert "moments-variance" in done.err
+    assert not (tmp_path / "a.pt.ckz").exists()

@@ -88,8 +88,7 @@ class MomentsMomentum:
         far *= self.unit(refs, indices.size)
         far = np.where(indices < 0, -far, far)
         far[indices == 0] = 0
-        found: Indices = far
-        return found
+        return far
 
     def encode(self, chunk: Bytes, refs: Sequence[Bytes] = (), at: int = 0) -> bytes | None:
         """Code the steps of a chunk."""
