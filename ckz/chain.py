@@ -8,18 +8,18 @@ any output opens; contents are checked as they are used.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
 from ckz.checkpoint import Checkpoint
-from ckz.container import Container
+from ckz.container import Carried, Container
 from ckz.container_read import is_container, open_container
 from ckz.errors import BaseError, CkzError, CorruptError
 from ckz.files import FileSet
@@ -35,6 +35,21 @@ MAX_DEPTH = 64
 _HINT = "; name the base with --base"
 
 
+class Before(NamedTuple):
+    """What a snapshot says about itself that a partial one after it has to know.
+
+    Attributes
+    ----------
+    step : that it is of, or None.
+    carried : what it carries itself.
+    partial : the record of its policy; empty if it is not partial.
+    """
+
+    step: int | None
+    carried: Sequence[Carried]
+    partial: Mapping[str, Any]
+
+
 class Snapshot(NamedTuple):
     """A checkpoint that can be read span by span, compressed or not.
 
@@ -46,6 +61,7 @@ class Snapshot(NamedTuple):
     chain_nbytes : stored bytes of those and of itself, without the last one, which is full.
     full_nbytes : stored bytes of that last one.
     read_skeleton : fills an array with bytes of a file's skeleton from an offset.
+    before : its step, what it carries itself, and the record of its policy.
     """
 
     path: Path
@@ -56,6 +72,7 @@ class Snapshot(NamedTuple):
     chain_nbytes: int
     full_nbytes: int
     read_skeleton: ReadSpan
+    before: Before = Before(None, (), {})
 
 
 @contextmanager
@@ -100,7 +117,11 @@ def open_snapshot(
             full = base_meta["full_nbytes"]
         # A container's first spans are the skeletons.
         skeletons = decoder.read_span
-        yield Snapshot(path, container.checkpoint, digests, read, depth, chain, full, skeletons)
+        meta = container.meta
+        before = Before(meta["step"], container.carried, meta["partial"])
+        yield Snapshot(
+            path, container.checkpoint, digests, read, depth, chain, full, skeletons, before
+        )
 
 
 @contextmanager

@@ -74,6 +74,9 @@ def choose(
     plain = prepare(stream, candidates[-1], read, workers, model_span)
     if len(candidates) == 1:
         return [plain]
+    if candidates[0].carried:
+        others = candidates[:-1]
+        return [*(prepare(stream, c, read, workers, model_span) for c in others), plain]
     best, least = plain, float("inf")
     for candidate in candidates:
         last = candidate is candidates[-1]

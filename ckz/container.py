@@ -29,16 +29,18 @@ offset  bytes  content
   file, ``chain_nbytes`` and ``full_nbytes``: stored bytes of those that lean on others, and of the
   last), ``numbers`` (path -> optimizer hyperparameter), ``preset``, ``methods`` (list of what
   was done to tensors that are not exact), ``resumable`` (bool: whether training can go on),
+  ``step`` (that the checkpoint is of, or null), ``partial`` (what the next partial snapshot has to
+  know; empty of a whole one),
   ``mode``, ``mtime_ns`` (of a directory).
 - ``/index``: one zstd frame of the tables, end to end: for each table its number of rows, uint64;
   then each table's rows, transposed: the first byte of every row, the second...; then the names.
   (One dataset for all of them, because HDF5 takes 350 bytes for each.)
 
-**Tables**, in this order: ``files spans streams chunks refs tensors pieces base_spans losses``,
-see the dtypes in this module; ``dims``, int64: for each tensor its shape, and for each of its
-pieces that is not the whole tensor in row-major order shape, strides, start; ``name_lengths``,
-uint32. Names are in UTF-8 (surrogates pass): file paths, link targets, tensor names, names of base
-spans, in table order.
+**Tables**, in this order: ``files spans streams chunks refs tensors pieces base_spans losses
+carried``, see the dtypes in this module; ``dims``, int64: for each tensor its shape, and for each
+of its pieces that is not the whole tensor in row-major order shape, strides, start;
+``name_lengths``, uint32. Names are in UTF-8 (surrogates pass): file paths, link targets, tensor
+names, names of base spans, in table order.
 
 **Meaning.** A file is tiled by its spans (sorted by offset) and its *skeleton*, what they leave
 over. The first rows of ``spans`` are the skeletons of the files, one a file, with offset 0. The
@@ -55,7 +57,8 @@ rows; and each of them may be a repeat.
 
 ``losses`` name the spans whose values are not those of the source, with the method, the largest
 absolute error and the root of the summed squares of the errors over those of the values. All
-digests are of what is restored.
+digests are of what is restored. ``carried`` are the ranges of spans that a partial snapshot did not
+save anew: how many snapshots ago they were saved, and at which step (-1: not known).
 
 **Checksums.** xxh3-64 of the stored bytes of each chunk; xxh3-128 of the original bytes of each
 span; of a file, xxh3-128 of its skeleton's digest and its spans' digests in order. With the user
@@ -131,6 +134,9 @@ TENSORS = np.dtype(
 )
 BASE_SPANS = np.dtype([("nbytes", "<u8"), ("digest", "V16")])
 LOSSES = np.dtype([("span", "<u4"), ("method", "u1"), ("largest", "<f8"), ("relative", "<f8")])
+CARRIED = np.dtype(
+    [("span", "<u4"), ("start", "<u8"), ("nbytes", "<u8"), ("age", "<u4"), ("step", "<i8")]
+)
 PIECES = np.dtype([("span", "<u4"), ("offset", "<u8"), ("explicit", "u1")])
 
 KINDS = ("file", "dir", "link")
@@ -145,6 +151,7 @@ TABLES = {
     "pieces": PIECES,
     "base_spans": BASE_SPANS,
     "losses": LOSSES,
+    "carried": CARRIED,
     "dims": np.dtype("<i8"),
     "name_lengths": np.dtype("<u4"),
 }
@@ -177,6 +184,23 @@ class Loss(NamedTuple):
     relative: float
 
 
+class Carried(NamedTuple):
+    """A range of a span that is as it was in an earlier snapshot.
+
+    Attributes
+    ----------
+    span : of the checkpoint.
+    age : how many snapshots ago it was saved.
+    step : at which it was saved, or None.
+    """
+
+    span: int
+    start: int
+    nbytes: int
+    age: int
+    step: int | None
+
+
 @dataclass(frozen=True)
 class Container:
     """An opened and checked .ckz.
@@ -186,7 +210,8 @@ class Container:
     path : where it lies.
     fd : open for reading; closed by whoever opened the container.
     meta : the JSON document.
-    files, spans, streams, chunks, refs, base_spans, loss_rows : tables.
+    files, spans, streams, chunks, refs, base_spans, loss_rows, carried_rows :
+        tables.
     places : file offset of each chunk's stored bytes.
     """
 
@@ -201,6 +226,7 @@ class Container:
     refs: Rows
     base_spans: Rows
     loss_rows: Rows
+    carried_rows: Rows
     places: npt.NDArray[np.int64]
     names: tuple[str, ...]
     tensor_rows: Rows
@@ -239,6 +265,15 @@ class Container:
         return [
             Loss(span - nfiles, methods[method], largest, relative)
             for span, method, largest, relative in self.loss_rows.tolist()
+        ]
+
+    @property
+    def carried(self) -> list[Carried]:
+        """What was not saved anew."""
+        nfiles = len(self.files)
+        return [
+            Carried(span - nfiles, start, nbytes, age, None if step < 0 else step)
+            for span, start, nbytes, age, step in self.carried_rows.tolist()
         ]
 
     @property

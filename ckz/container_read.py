@@ -110,6 +110,7 @@ def _read(path: Path, fd: int) -> Container:
         refs=tables["refs"],
         base_spans=tables["base_spans"],
         loss_rows=tables["losses"],
+        carried_rows=tables["carried"],
         places=places,
         names=names,
         tensor_rows=tables["tensors"],
@@ -233,6 +234,7 @@ def _check_meta(path: Path, meta: Any) -> dict[str, Any]:
         "preset": str,
         "methods": list,
         "resumable": bool,
+        "partial": dict,
     }
     for key, kind in kinds.items():
         if type(meta[key]) is not kind:
@@ -247,6 +249,10 @@ def _check_meta(path: Path, meta: Any) -> dict[str, Any]:
             codecs.parse(text)
         except UnsupportedError as err:
             raise UnsupportedError(f"{path}: {err}") from err
+    step = meta["step"]
+    if step is not None and (type(step) is not int or not 0 <= step < 1 << 60):
+        raise CorruptError(f"{path}: the description has an impossible step")
+    _check_partial(path, meta["partial"])
     base = meta["base"]
     numbers = ("depth", "chain_nbytes", "full_nbytes")
     if base is not None and (
@@ -266,6 +272,20 @@ def _check_meta(path: Path, meta: Any) -> dict[str, Any]:
         raise UnsupportedError(f"{path}: chunks of {meta['chunk']} bytes, this ckz knows {CHUNK}")
     checked: dict[str, Any] = meta
     return checked
+
+
+def _check_partial(path: Path, partial: dict[str, Any]) -> None:
+    """Check the record of a partial snapshot, which the next one reads."""
+    for number in (partial.get("number", 0), partial.get("k", 1)):
+        if type(number) is not int or not 0 <= number < 1 << 30:
+            raise CorruptError(f"{path}: the record of a partial snapshot makes no sense")
+    saved, kinds = partial.get("saved", []), (str, int, float)
+    if (
+        type(partial.get("plt", 0.0)) is not float
+        or type(saved) is not list
+        or any(type(row) is not list or tuple(map(type, row)) != kinds for row in saved)
+    ):
+        raise CorruptError(f"{path}: the record of a partial snapshot makes no sense")
 
 
 def _check_chunks(
@@ -359,6 +379,12 @@ def _check_losses(path: Path, meta: dict[str, Any], tables: dict[str, Rows]) -> 
     losses, nfiles = tables["losses"], len(tables["files"])
     models = int(np.count_nonzero(tables["spans"]["file"] != NO_FILE))
     errors = np.stack([losses["largest"], losses["relative"]])
+    carried, spans = tables["carried"], tables["spans"]
+    inside = (carried["span"] >= nfiles) & (carried["span"] < models)
+    limits = spans["nbytes"][np.where(inside, carried["span"], 0)].astype(np.float64)
+    ends = carried["start"].astype(np.float64) + carried["nbytes"].astype(np.float64)
+    if not np.all(inside & (ends <= limits)):
+        raise CorruptError(f"{path}: what is said of carried tensors makes no sense")
     if (
         np.any((losses["span"] < nfiles) | (losses["span"] >= models))
         or np.any(losses["method"] >= len(meta["methods"]))

@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from ckz import __version__
 from ckz.checkpoint import ROLES, Checkpoint, contiguous_strides
 from ckz.container import (
     BASE_SPANS,
+    CARRIED,
     CHUNKS,
     FILES,
     HEAD,
@@ -34,6 +35,7 @@ from ckz.container import (
     TRANSFORMS,
     USER_BLOCK,
     VERSION,
+    Carried,
     Loss,
     Ref,
     Rows,
@@ -124,6 +126,9 @@ class Writer:
         preset: str = "exact",
         resumable: bool = True,
         losses: Sequence[Loss] = (),
+        step: int | None = None,
+        partial: Mapping[str, Any] | None = None,
+        carried: Sequence[Carried] = (),
     ) -> int:
         """Write the tables and the user block, and sync; return the file's length.
 
@@ -137,6 +142,7 @@ class Writer:
         base : name and depth of the base, if there is one.
         base_spans : length, digest and tensor of each base span that chunks lean on.
         preset, resumable, losses : what was asked for, and what is not exact.
+        step, partial, carried : of a partial snapshot, and what it did not save anew.
         """
         self._flush()
         packed = sorted({"", *(span.packed for span in checkpoint.spans)})
@@ -172,6 +178,13 @@ class Writer:
                 ],
                 LOSSES,
             ),
+            "carried": np.array(
+                [
+                    (*item[:4], -1 if item.step is None else item.step)
+                    for item in (c._replace(span=c.span + len(files)) for c in carried)
+                ],
+                CARRIED,
+            ),
             "dims": dims,
             "name_lengths": np.array([len(name) for name in names], "<u4"),
         }
@@ -192,6 +205,8 @@ class Writer:
             "preset": preset,
             "methods": methods,
             "resumable": resumable,
+            "step": step,
+            "partial": dict(partial or {}),
             "numbers": dict(checkpoint.numbers),
         }
         self._dataset("meta", [json.dumps(meta, sort_keys=True).encode()])

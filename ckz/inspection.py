@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import contextlib
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -15,7 +16,10 @@ from ckz.chain import Link, links
 from ckz.checkpoint import ITEMSIZE, ROLES, Checkpoint, uncollected
 from ckz.container import Container
 from ckz.container_read import is_container, open_container
+from ckz.errors import UsageError
 from ckz.formats import read_checkpoint
+from ckz.lossy.units import expert_units
+from ckz.steps import step_of
 from ckz.streams import span_roles
 
 PACKED = "stored compressed"
@@ -46,6 +50,23 @@ class Row(NamedTuple):
     relative_error: float | None = None
 
 
+class Stale(NamedTuple):
+    """A part that a partial snapshot did not save anew.
+
+    Attributes
+    ----------
+    expert : ``layer.number`` where it is one's, or empty.
+    age : how many snapshots ago it was saved.
+    step : at which, or None.
+    """
+
+    tensor: str
+    expert: str
+    nbytes: int
+    age: int
+    step: int | None
+
+
 @dataclass(frozen=True)
 class Inspection:
     """A checkpoint, looked at.
@@ -58,6 +79,10 @@ class Inspection:
     codecs : codec text -> number of chunks; empty for a source.
     chain : the containers that this one leans on, itself first; empty if it is full.
     preset, resumable : what the .ckz was made with, and whether training can go on from it.
+    step : that the checkpoint is of, or None.
+    partial, plt : of a partial snapshot its policy, and the proportion of tokens that experts have
+        seen since they were saved; else None.
+    carried : what was not saved anew.
     """
 
     path: str
@@ -72,6 +97,10 @@ class Inspection:
     chain: tuple[Link, ...]
     preset: str | None
     resumable: bool | None
+    step: int | None
+    partial: str | None
+    plt: float | None
+    carried: tuple[Stale, ...]
     warnings: tuple[str, ...]
     missing: tuple[str, ...]
 
@@ -145,9 +174,40 @@ def _inspect(checkpoint: Checkpoint, path: Path, container: Container | None) ->
         chain=tuple(links(container)) if container else (),
         preset=container.meta["preset"] if container else None,
         resumable=container.meta["resumable"] if container else None,
+        step=container.meta["step"] if container else step_of(path.name, checkpoint.numbers),
+        partial=container.meta["partial"].get("policy") if container else None,
+        plt=container.meta["partial"].get("plt") if container else None,
+        carried=_stale(checkpoint, container) if container else (),
         warnings=checkpoint.warnings,
         missing=checkpoint.missing,
     )
+
+
+def _stale(checkpoint: Checkpoint, container: Container) -> tuple[Stale, ...]:
+    """Name what is carried, expert by expert where the policy is of these."""
+    if not len(container.carried_rows):
+        return ()
+    names: dict[int, str] = {}
+    for tensor in checkpoint.tensors:
+        for piece in tensor.pieces:
+            names.setdefault(piece.span, tensor.name)
+    owners: dict[int, list[tuple[int, int, str]]] = defaultdict(list)
+    with contextlib.suppress(UsageError):  # a mixture of experts is not what everyone saves
+        for (layer, number), parts in expert_units(checkpoint).items():
+            for part in parts:
+                owner = part.start, part.start + part.nbytes, f"{layer}.{number}"
+                owners[part.span].append(owner)
+    found = []
+    for span, start, nbytes, age, step in container.carried:
+        name = names.get(span, "")
+        inside = [
+            (min(high, start + nbytes) - max(low, start), expert)
+            for low, high, expert in owners.get(span, ())
+            if low < start + nbytes and high > start
+        ]
+        for size, expert in inside or [(nbytes, "")]:
+            found.append(Stale(name, expert, size, age, step))
+    return tuple(found)
 
 
 def _stream_costs(container: Container) -> npt.NDArray[np.int64]:

@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -35,11 +35,14 @@ from ckz.errors import CorruptError, IncompleteError, UnsupportedError, UsageErr
 from ckz.files import FileSet
 from ckz.formats import read_checkpoint
 from ckz.lossy import EXACTLY, Methods
+from ckz.lossy.carrying import Ask, Partial
 from ckz.lossy.restored import RestoredFiles
 from ckz.matching import Lean, match_base
+from ckz.partial import Policy
 from ckz.plan import make_plan, summary
 from ckz.replaying import Replay, find_replays
 from ckz.restore import Decoder, decode_all
+from ckz.steps import step_of
 from ckz.workers import DEFAULT_MEMORY, Workers, in_order, start_workers
 
 OnProgress = Callable[[int, int, int], None]
@@ -71,6 +74,8 @@ class Report:
     plan : of a dry run: role, codecs that may apply, and bytes.
     losses : what is not restored exactly.
     resumable : whether training can go on from what is restored.
+    partial : of a partial snapshot its ``policy``, bytes ``fresh`` and ``carried``, and for experts
+        ``plt``, the proportion of tokens that would be lost; else empty.
     """
 
     source: str
@@ -85,6 +90,7 @@ class Report:
     plan: tuple[tuple[str, str, int], ...] = ()
     losses: tuple[NamedLoss, ...] = ()
     resumable: bool = True
+    partial: Mapping[str, Any] = field(default_factory=dict)
 
 
 def compress(
@@ -95,6 +101,9 @@ def compress(
     anchor: int | None = None,
     codecs: Mapping[str, str] | None = None,
     methods: Methods = EXACTLY,
+    policy: Policy | None = None,
+    tokens: Sequence[Sequence[float]] | None = None,
+    plt_limit: float | None = None,
     level: str = "default",
     threads: int = 0,
     memory: int = DEFAULT_MEMORY,
@@ -117,6 +126,9 @@ def compress(
         decides by the bytes that restoring it would have to read.
     codecs : role -> name of the codec to prefer for it.
     methods : what may be lost; a base must be compressed then, so that errors do not add up.
+    policy : what is saved anew, if not everything; the rest stays as it is in the base.
+    tokens : that each expert of each layer has seen, in the model's order; for the policy.
+    plt_limit : proportion of lost tokens beyond which twice as many experts are saved.
     level : ``fast``, ``default`` or ``max``.
     threads : 0 takes every core; the output does not depend on it.
     memory : bytes that all buffers together may take.
@@ -138,12 +150,14 @@ def compress(
     began = time.perf_counter()
     source = Path(source)
     target = atomic.check_target(Path(output), force)
-    if methods.is_lossy and base and not is_container(Path(base)):
+    if policy and not base:
+        raise UsageError("a partial snapshot needs a base that has the rest; give --base")
+    if (methods.is_lossy or policy) and base and not is_container(Path(base)):
         raise UsageError(
-            f"{base}: a lossy snapshot leans on a .ckz, whose restored values are what training "
-            "would go on from; compress the base first"
+            f"{base}: a lossy or partial snapshot leans on a .ckz, whose restored values are what "
+            "training would go on from; compress the base first"
         )
-    if methods.is_lossy and sha256:
+    if (methods.is_lossy or policy) and sha256:
         raise UsageError("what is not restored exactly has no sha256 of its source")
     checkpoint = _read_complete(source, opaque=opaque, allow_incomplete=allow_incomplete)
     state = _Progress(checkpoint.nbytes, progress)
@@ -156,12 +170,17 @@ def compress(
         files = stack.enter_context(RestoredFiles(checkpoint))
         leans = match_base(checkpoint, snapshot.checkpoint) if snapshot else {}
         casts = find_casts(checkpoint)
+        step = step_of(source.name, checkpoint.numbers)
         losses: tuple[Loss, ...] = ()
+        part = Partial()
         replays: dict[int, Replay] = {}
-        if methods.is_lossy:
+        if methods.is_lossy or (policy and snapshot):
             from ckz.lossy.fitting import approximate
 
-            restored, losses = approximate(
+            ask = None
+            if policy and snapshot:
+                ask = Ask(policy, snapshot.before, step, tokens, plt_limit)
+            restored, losses, part = approximate(
                 checkpoint,
                 methods,
                 files,
@@ -169,6 +188,7 @@ def compress(
                 leans,
                 casts,
                 workers,
+                partial=ask,
                 accept_bad_crc=accept_bad_crc,
             )
         else:
@@ -177,12 +197,15 @@ def compress(
         preset, resumable = methods.preset, methods.is_resumable
         if like is not None:
             losses = (*like.losses,)
+            part = Partial(like.meta["partial"], (*like.carried,))
+            step = like.meta["step"]
             preset, resumable = like.meta["preset"], like.meta["resumable"]
         plan = make_plan(checkpoint, level, casts, leans, replays, codecs, files.candidates)
         report = replace(
             _report(source, output, checkpoint, 0, began),
             losses=_named(checkpoint, losses),
             resumable=resumable,
+            partial=_partial(part),
         )
         if dry_run:
             return replace(report, plan=summary(plan, len(checkpoint.files)))
@@ -211,6 +234,9 @@ def compress(
                 preset=preset,
                 resumable=resumable,
                 losses=losses,
+                step=step,
+                partial=part.record,
+                carried=part.carried,
             )
         finally:
             writer.close()
@@ -227,6 +253,15 @@ def compress(
         sha256=sums,
         roles=state.roles,
     )
+
+
+def _partial(part: Partial) -> dict[str, Any]:
+    if not part.record:
+        return {}
+    found = {"policy": part.record["policy"]}
+    if "plt" in part.record:
+        found["plt"] = part.record["plt"]
+    return {**found, "fresh": part.fresh_nbytes, "carried": part.carried_nbytes}
 
 
 def _named(checkpoint: Checkpoint, losses: Sequence[Loss]) -> tuple[NamedLoss, ...]:

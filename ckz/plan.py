@@ -73,6 +73,7 @@ class Candidate(NamedTuple):
     source : ranges that, laid end to end, the whole stream derives from.
     inputs : ranges, each as long as the stream, that it is computed from element by element.
     model : what is known of the tensor beforehand; None where a pass over it has to find that.
+    carried : whether parts of the tensor are those of the base, so that no one codec is for all.
     """
 
     codec: str
@@ -80,6 +81,7 @@ class Candidate(NamedTuple):
     source: tuple[Ref, ...] = ()
     inputs: tuple[Ref, ...] = ()
     model: npt.NDArray[np.uint8] | None = None
+    carried: bool = False
 
 
 class Plan(NamedTuple):
@@ -145,7 +147,7 @@ def make_plan(
         if replay := (replays or {}).get(span):
             found.insert(0, Candidate(replay.codec, inputs=replay.inputs))
         if own := (quantized or {}).get(span):
-            found = [own, found[-1]]
+            found = [own, *(c for c in found if c.source and c.source[0].where), found[-1]]
         candidates.append(_chosen(found, stream, (choices or {}).get(stream.role)))
     return Plan(tuple(streams), tuple(candidates))
 

@@ -101,3 +101,9 @@ def native(data: Bytes, byteorder: str, dtype: str) -> Bytes:
     if byteorder == "<" or width == 1:
         return data
     return data.view(f">u{width}").astype(f"<u{width}").view(np.uint8)
+
+
+def doubles(data: Bytes, dtype: str) -> npt.NDArray[np.float64]:
+    """Give little-endian elements as float64; a complex number is two."""
+    parts = {"complex64": "float32", "complex128": "float64", "complex32": "float16"}
+    return data.view(numpy_dtype(parts.get(dtype, dtype))).astype(np.float64)

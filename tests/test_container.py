@@ -124,6 +124,7 @@ def rewrite(path: Path, change: Callable[[dict[str, np.ndarray], dict[str, objec
             "pieces": container.piece_rows,
             "base_spans": container.base_spans,
             "losses": container.loss_rows,
+            "carried": container.carried_rows,
             "dims": container.dims,
         }
         tables = {name: rows.copy() for name, rows in tables.items()}

@@ -11,6 +11,7 @@ import typer
 
 from ckz.cli import names, options, progress, removal, streams, text
 from ckz.cli.outcome import configure, each, inexact, print_result, report_to_json, tell
+from ckz.cli.tokens import read_tokens
 from ckz.errors import CkzError, UsageError
 
 if TYPE_CHECKING:
@@ -69,6 +70,31 @@ def compress(
             "each element), update:NMSE (of the optimizer's next step).",
         ),
     ] = "",
+    partial: Annotated[
+        str,
+        typer.Option(
+            metavar="POLICY",
+            help="Save a part, and carry the rest from the base: experts:K of each layer in turn, "
+            "experts:K:load those with most unsaved tokens, priority:FRACTION what moved most; "
+            ":W or :O carries weights or optimizer states only.",
+        ),
+    ] = "",
+    token_counts: Annotated[
+        str,
+        typer.Option(
+            metavar="FILE|TENSOR",
+            help="Tokens that each expert has seen, layers by experts: .npy, .json, or a tensor.",
+        ),
+    ] = "",
+    plt_limit: Annotated[
+        float | None,
+        typer.Option(
+            metavar="PERCENT",
+            min=0.0,
+            max=100.0,
+            help="Save twice as many experts once more tokens would be lost, e.g. 3.75.",
+        ),
+    ] = None,
     codec: Annotated[
         list[str] | None,
         typer.Option(
@@ -119,8 +145,10 @@ def compress(
     from ckz import pipeline
     from ckz.container_read import is_container
     from ckz.lossy import methods_of
+    from ckz.partial import parse_policy
 
     methods = methods_of(preset, weights, optimizer, max_error)
+    policy = parse_policy(partial) if partial else None
 
     def act(source: str) -> Report:
         target = targets.get(source)
@@ -142,6 +170,9 @@ def compress(
                 anchor=longest,
                 codecs=choices,
                 methods=methods,
+                policy=policy,
+                tokens=read_tokens(token_counts, path) if token_counts else None,
+                plt_limit=None if plt_limit is None else plt_limit / 100,
                 level=level,
                 threads=threads,
                 memory=memory,
@@ -195,4 +226,7 @@ def _summary(report: Report, *, dry_run: bool) -> str:
         plan = "\n".join(text.table(["role", "size", "codecs"], rows, "<><"))
         return f"{output}: would be written, from {text.size(raw)}\n{plan}"
     change, rate = text.change(raw, stored), text.rate(raw, report.seconds)
-    return f"{output}: {change}{inexact(report)}, {report.seconds:.1f} s, {rate}"
+    carried = ""
+    if report.partial:
+        carried = f", {text.size(report.partial['carried'])} carried from the base"
+    return f"{output}: {change}{carried}{inexact(report)}, {report.seconds:.1f} s, {rate}"

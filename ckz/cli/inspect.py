@@ -15,7 +15,7 @@ from ckz.cli import names, options, streams, text
 from ckz.cli.outcome import configure, each, print_result, roles_to_json
 
 if TYPE_CHECKING:
-    from ckz.inspection import Inspection, Row
+    from ckz.inspection import Inspection, Row, Stale
 
 
 def inspect(
@@ -74,6 +74,9 @@ def _lines(found: Inspection, *, everything: bool, totals: bool, verbose: int) -
     if totals and found.preset not in (None, "exact"):
         yield ""
         yield f"preset {text.printable(found.preset or '')}: tensors with a method are not exact"
+    if totals and found.carried:
+        yield ""
+        yield from _carried_table(found)
     if found.resumable is False:
         yield "not resumable: optimizer states are all zero in it"
     if totals and found.hidden_nbytes:
@@ -167,6 +170,30 @@ def _chain_table(found: Inspection) -> list[str]:
     return text.table(["snapshot", "depth", "size", "base"], rows, "<>><")
 
 
+def _carried_table(found: Inspection) -> Iterator[str]:
+    """Say how much is how old."""
+    policy = f"partial {text.printable(found.partial or '')}"
+    if found.plt is not None:
+        policy += f": {100 * found.plt:.2f} % of tokens are not in the saved experts"
+    yield policy
+    ages: dict[tuple[int, int | None], list[Stale]] = {}
+    for item in found.carried:
+        ages.setdefault((item.age, item.step), []).append(item)
+    rows = [
+        [
+            f"{age}",
+            "" if step is None else f"{step}",
+            "" if step is None or found.step is None else f"{found.step - step}",
+            f"{len({item.expert for item in items if item.expert}) or ''}",
+            f"{len({item.tensor for item in items})}",
+            text.size(sum(item.nbytes for item in items)),
+        ]
+        for (age, step), items in sorted(ages.items(), key=lambda entry: entry[0][0])
+    ]
+    head = ["snapshots ago", "saved at step", "steps stale", "experts", "tensors", "size"]
+    yield from text.table(head, rows, ">>>>>>")
+
+
 def _to_json(found: Inspection) -> dict[str, Any]:
     """Give an inspection as the README's schema has it."""
     return {
@@ -196,6 +223,10 @@ def _to_json(found: Inspection) -> dict[str, Any]:
         "chain": [link._asdict() for link in found.chain],
         "preset": found.preset,
         "resumable": found.resumable,
+        "step": found.step,
+        "partial": found.partial,
+        "plt": found.plt,
+        "carried": [item._asdict() for item in found.carried],
         "warnings": found.warnings,
         "missing": found.missing,
     }

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from functools import partial
+from functools import partial as bind
 from typing import NamedTuple
 
 import numpy as np
@@ -25,6 +25,7 @@ from ckz.codecs.rowcol import make_model, sum_tops
 from ckz.container import Loss, Ref
 from ckz.lossy import EXACT, Method, Methods
 from ckz.lossy.buckets import find_buckets
+from ckz.lossy.carrying import Ask, Partial, carry
 from ckz.lossy.clusters import find_clusters
 from ckz.lossy.eligible import Eligible, find_eligible
 from ckz.lossy.measuring import measure_all
@@ -57,18 +58,20 @@ def approximate(
     casts: Mapping[int, tuple[Ref, ...]],
     workers: Workers,
     *,
+    partial: Ask | None = None,
     accept_bad_crc: bool = False,
-) -> tuple[Checkpoint, tuple[Loss, ...]]:
+) -> tuple[Checkpoint, tuple[Loss, ...], Partial]:
     """Decide what every tensor will be; ``files`` reads the checkpoint so from then on.
 
     Parameters
     ----------
     leans : span -> what it continues in the base.
     casts : span -> the float32 ranges of this checkpoint that it is the cast of.
+    partial : what is to be carried from the base.
 
     Returns
     -------
-    The checkpoint with the checksums it will have, and what is lost.
+    The checkpoint with the checksums it will have, what is lost, and what is carried.
 
     Raises
     ------
@@ -78,20 +81,22 @@ def approximate(
     eligible = find_eligible(checkpoint, dropped=not methods.is_resumable)
     fit = Fit(checkpoint, methods, files, base, eligible, leans, casts)
     _fit_all(fit, workers)
+    carried = carry(fit, partial) if partial else Partial()
     measured = measure_all(checkpoint, files, workers)
     mended = mend_sums(checkpoint, files, measured, accept_bad_crc=accept_bad_crc)
-    return mended, tuple(found.loss for found in measured.values() if found.loss.largest)
+    losses = tuple(found.loss for found in measured.values() if found.loss.largest)
+    return mended, losses, carried
 
 
 def _fit_all(fit: Fit, workers: Workers) -> None:
     by_role: dict[str, list[Eligible]] = {}
     for item in fit.eligible.values():
         by_role.setdefault(item.role, []).append(item)
-    jobs = [partial(_fit_variance, fit, item) for item in by_role.get("variance", ())]
+    jobs = [bind(_fit_variance, fit, item) for item in by_role.get("variance", ())]
     casts = _cast_types(fit)
     parameters = [*by_role.get("master", ()), *by_role.get("weight", ())]
     jobs += [
-        partial(_fit_parameter, fit, item, casts.get(item.span, frozenset()))
+        bind(_fit_parameter, fit, item, casts.get(item.span, frozenset()))
         for item in parameters
         if item.span not in fit.casts
     ]
@@ -100,7 +105,7 @@ def _fit_all(fit: Fit, workers: Workers) -> None:
     pairs = _pairs(fit)
     momenta = by_role.get("momentum", ())
     step = _moments_step(fit, [(m, pairs[m.span]) for m in momenta if m.span in pairs])
-    jobs = [partial(_fit_momentum, fit, item, pairs.get(item.span), step) for item in momenta]
+    jobs = [bind(_fit_momentum, fit, item, pairs.get(item.span), step) for item in momenta]
     _keep(fit, in_order(workers, jobs))
 
 
@@ -143,15 +148,13 @@ def _fit(fit: Fit, item: Eligible, method: Method, casts: frozenset[str]) -> Sna
     if name == "bits":
         if item.dtype != "float32" or len(casts) > 1:
             return None
-        return Snap(
-            partial(round_bits, low=32 - int(value), casts=next(iter(casts), "")), str(method)
-        )
+        return Snap(bind(round_bits, low=32 - int(value), casts=next(iter(casts), "")), str(method))
     if name == "pwrel":
-        return Snap(partial(round_relative, dtype=item.dtype, bound=value), str(method))
+        return Snap(bind(round_relative, dtype=item.dtype, bound=value), str(method))
     if name in _NARROW:
         if _NARROW[name] == item.dtype or item.dtype != "float32":
             return None
-        return Snap(partial(round_type, dtype=item.dtype, to=_NARROW[name]), str(method))
+        return Snap(bind(round_type, dtype=item.dtype, to=_NARROW[name]), str(method))
     if name == "lc":
         return quantizer(fit, item, method, Lc(item.dtype), find_buckets(fit, item, int(value)))
     if name == "cluster":

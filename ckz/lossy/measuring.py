@@ -10,11 +10,11 @@ from typing import NamedTuple
 import numpy as np
 
 from ckz.checkpoint import Checkpoint
-from ckz.codecs.floats import WIDTHS, widen, words_of
 from ckz.container import Loss
 from ckz.lossy.restored import RestoredFiles, Snap
-from ckz.lossy.sampling import Bytes, total
+from ckz.lossy.sampling import Bytes, Doubles, total
 from ckz.streams import CHUNK, Extent
+from ckz.values import doubles
 from ckz.workers import Workers, in_order
 
 
@@ -56,9 +56,8 @@ def _measure(checkpoint: Checkpoint, files: RestoredFiles, number: int, snap: Sn
     return Measured(Loss(number, snap.method, largest, relative), before, after)
 
 
-def _errors(dtype: str, old: Bytes, new: Bytes) -> tuple[np.ndarray, np.ndarray]:
-    """Give the error and the value of each element that is finite, in float64."""
-    assert WIDTHS[dtype]
-    was, now = (widen(dtype, words_of(dtype, data)).astype(np.float64) for data in (old, new))
-    good = np.isfinite(was)
+def _errors(dtype: str, old: Bytes, new: Bytes) -> tuple[Doubles, Doubles]:
+    """Give the error and the value of each element that is finite."""
+    was, now = doubles(old, dtype), doubles(new, dtype)
+    good = np.isfinite(was) & np.isfinite(now)
     return np.abs(now[good] - was[good]), was[good]

@@ -16,8 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ckz.checkpoint import Checkpoint
-from ckz.codecs.floats import WIDTHS
+from ckz.checkpoint import ITEMSIZE, Checkpoint
 from ckz.files import FileSet
 from ckz.plan import Candidate
 from ckz.streams import Extent
@@ -94,7 +93,7 @@ class RestoredFiles(FileSet):
                 if first < last:
                     begin = span.offset + first - offset
                     part = out[begin : begin + last - first]
-                    self._replace_part(file, span.offset, first, part, snap, WIDTHS[span.dtype])
+                    self._replace_part(file, span.offset, first, part, snap, ITEMSIZE[span.dtype])
             index += 1
         for place, data in self._patches.get(file, ()):
             first, last = max(place, offset), min(place + len(data), offset + nbytes)

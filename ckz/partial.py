@@ -1,0 +1,140 @@
+"""Which parts of a checkpoint a partial snapshot saves anew; the others are carried from its base.
+
+``experts:K`` is PEC of MoC-System (Cai et al., arXiv 2408.04307): of each mixture-of-experts layer
+K of N experts are saved, in turn or those with the most unsaved tokens. ``priority:R`` is SCAR
+(Qiao et al., ICML 2019, arXiv 1810.07354): the fraction R of all blocks, those that moved most.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from ckz.errors import UsageError
+
+KINDS = ("W", "O", "WO")
+_CHOICES = ("sequential", "load")
+
+
+class Policy(NamedTuple):
+    """What a partial snapshot saves.
+
+    Attributes
+    ----------
+    value : experts of a layer, or a fraction of the blocks.
+    choice : ``sequential`` or ``load``, of experts.
+    kinds : what may be carried: weights, optimizer states, or both.
+    """
+
+    name: str
+    value: float
+    choice: str = "sequential"
+    kinds: str = "WO"
+
+    def __str__(self) -> str:
+        """Give the words that ``parse_policy`` reads."""
+        words = [self.name, f"{self.value:g}"]
+        words += [self.choice] * (self.choice != "sequential")
+        words += [self.kinds] * (self.kinds != "WO")
+        return ":".join(words)
+
+
+def parse_policy(text: str) -> Policy:
+    """Read ``experts:K[:load][:W|O|WO]`` or ``priority:R[:W|O|WO]``.
+
+    Raises
+    ------
+    UsageError
+        If it is none of these.
+    """
+    name, *words = text.split(":")
+    try:
+        value = float(words.pop(0)) if words else math.nan
+    except ValueError:
+        value = math.nan
+    choice = words.pop(0) if words and words[0] in _CHOICES and name == "experts" else "sequential"
+    kinds = words.pop(0) if words and words[0] in KINDS else "WO"
+    limits = {"experts": (1, 1 << 20), "priority": (0, 1)}.get(name)
+    if limits is None or words or not limits[0] <= value <= limits[1] or value == 0:
+        raise UsageError(
+            f"--partial {text}: write experts:K[:load] or priority:FRACTION, "
+            f"and :{', :'.join(KINDS)} for what may be carried"
+        )
+    if name == "experts" and not value.is_integer():
+        raise UsageError(f"--partial {text}: the number of experts is whole")
+    return Policy(name, value, choice, kinds)
+
+
+def in_turn(layers: Mapping[str, int], k: int, number: int) -> set[tuple[str, int]]:
+    """Choose k experts of each layer, in turn and interleaved (PEC, section 3.2).
+
+    Parameters
+    ----------
+    layers : layer -> number of its experts, in the model's order.
+    number : of the snapshot.
+    """
+    return {
+        (layer, (number * k + i * k + j) % n)
+        for i, (layer, n) in enumerate(layers.items())
+        for j in range(min(k, n))
+    }
+
+
+def by_load(
+    layers: Mapping[str, int], k: int, unsaved: Mapping[tuple[str, int], float]
+) -> set[tuple[str, int]]:
+    """Choose the k experts of each layer that have the most unsaved tokens, or moved most."""
+    chosen = set()
+    for layer, n in layers.items():
+        ordered = sorted(range(n), key=lambda e: (-unsaved.get((layer, e), 0.0), e))
+        chosen |= {(layer, e) for e in ordered[:k]}
+    return chosen
+
+
+def by_priority(
+    sizes: Mapping[tuple[str, int], int], moved: Mapping[tuple[str, int], float], fraction: float
+) -> set[tuple[str, int]]:
+    """Choose the blocks that moved most for their size: a fraction of all bytes, or one."""
+    ordered = sorted(sizes, key=lambda block: (-moved[block] / max(1, sizes[block]), block))
+    room = fraction * sum(sizes.values())
+    chosen: set[tuple[str, int]] = set()
+    taken = 0
+    for block in ordered:
+        if chosen and taken + sizes[block] > room:
+            break
+        chosen.add(block)
+        taken += sizes[block]
+    return chosen
+
+
+def lost_tokens(
+    routed: Mapping[tuple[str, int], float], saved: Mapping[tuple[str, int], float]
+) -> float:
+    """Give the proportion of lost tokens (PEC, section 3.1) if training resumed from a snapshot.
+
+    Parameters
+    ----------
+    routed : tokens that each expert has seen; ``saved``: those that its saved version has.
+    """
+    totals: dict[str, float] = {}
+    lost: dict[str, float] = {}
+    for (layer, expert), seen in routed.items():
+        totals[layer] = totals.get(layer, 0.0) + seen
+        missing = max(0.0, seen - saved.get((layer, expert), 0.0))
+        lost[layer] = lost.get(layer, 0.0) + missing
+    shares = [lost[layer] / totals[layer] for layer in totals if totals[layer]]
+    return sum(shares) / len(shares) if shares else 0.0
+
+
+def next_k(k: int, plt: float, limit: float, most: int) -> int:
+    """Double the experts to save once too many tokens would be lost (PEC's dynamic K)."""
+    return min(most, 2 * k) if plt > limit else k
+
+
+def balanced(sizes: Sequence[int], ranks: int) -> list[int]:
+    """Spread parts over ranks, the largest first to the least loaded; give each rank's bytes."""
+    loads = [0] * ranks
+    for size in sorted(sizes, reverse=True):
+        loads[loads.index(min(loads))] += size
+    return loads
