@@ -24,9 +24,12 @@ from resume_methods import Row, Saved, by_ckz
 from resume_tasks import TASKS, Task
 
 from ckz import pipeline
+from ckz.lossy import methods_of
+from ckz.partial import parse_policy
 
 KEPT = Path("build/resume")
 CYCLES, CYCLE = 10, 4
+PARTIAL = ("experts:1", "experts:2", "experts:1:load", "experts:1:O", "priority:0.125")
 LINK = 10
 
 ROWS = [
@@ -119,7 +122,10 @@ def evaluate(task: Task, seed: int, beta2: float, scratch: Path) -> dict[str, An
         }
         print(f"{task.name}, seed {seed}: {row.name}: {done.nbytes / raw:.4f} of raw", flush=True)
     if full:
-        for name, done in chained(task, saved, packed_base, scratch):
+        done_chains = [*chained(task, saved, packed_base, scratch)]
+        if "experts" in task.name:
+            done_chains += carried(task, saved, packed_base, scratch)
+        for name, done in done_chains:
             losses = run(task, done.state, seed, task.resumed)
             found["rows"][name] = {"losses": losses, "nbytes": done.nbytes, "published": False}
         found["rows"]["resume, ten times in a row"] = {
@@ -134,8 +140,6 @@ def chained(
     task: Task, saved: dict[int, Path], base: Path, scratch: Path
 ) -> Iterator[tuple[str, Saved]]:
     """Save every tenth step against the one before, and give the last."""
-    from ckz.lossy import methods_of
-
     for preset in PRESETS:
         before, nbytes = base, 0
         for number, source in saved.items():
@@ -151,6 +155,26 @@ def chained(
         pipeline.decompress(before, restored, force=True)
         links = (task.saved - task.base) // LINK
         yield f"{preset}, end of a chain of {links}", Saved(torch.load(restored), nbytes)
+
+
+def carried(
+    task: Task, saved: dict[int, Path], base: Path, scratch: Path
+) -> Iterator[tuple[str, Saved]]:
+    """Save parts of every tenth step, and give the last with what it carries."""
+    for text in PARTIAL:
+        before, nbytes = base, 0
+        for number, source in saved.items():
+            if number == task.base:
+                continue
+            link = scratch / f"partial_{number}.ckz"
+            policy = parse_policy(text)
+            report = pipeline.compress(
+                source, link, base=before, policy=policy, anchor=1000, force=True
+            )
+            before, nbytes = link, report.stored_nbytes
+        restored = scratch / "restored.pt"
+        pipeline.decompress(before, restored, force=True)
+        yield f"partial {text}, end of a chain", Saved(torch.load(restored), nbytes)
 
 
 def again(task: Task, last: Path, seed: int, scratch: Path) -> list[list[list[float]]]:
