@@ -60,8 +60,8 @@ ROWS = [
     Row("lc:3 and moments:0.2", by_ckz(weights="lc:3", optimizer="moments:0.2"), base=1),
     Row("ExCP", resume_methods.excp, base=1, published=True),
 ]
-# The rows that are run for longer, for the first seeds; all that are run with another beta2; and
-# all that are run of tasks other than the first.
+# The rows that are run for longer, of the first seeds; all that are run with another beta2; and all
+# that are run of later seeds, and of tasks other than the first.
 PRESETS = ("resume", "compact")
 LONG_SEEDS = 2
 SHORT = ("resume", "compact", "states: moments:0.1", "states: cluster:16 (BitSnap)", "ExCP")
@@ -111,7 +111,8 @@ def evaluate(task: Task, seed: int, beta2: float, scratch: Path) -> dict[str, An
             "published": False,
         }
     for row in ROWS:
-        if row.name not in (SHORT if not full else FEWER if task.fewer else row.name):
+        fewer = task.fewer or seed >= LONG_SEEDS
+        if row.name not in (SHORT if not full else FEWER if fewer else row.name):
             continue
         done = row.save(last, packed_base if row.base else None, scratch)
         steps = longer if row.name in PRESETS else task.resumed

@@ -56,14 +56,16 @@ def figures(runs: Sequence[Any], steps: int) -> dict[str, Figure]:
     """Summarize every row of a task over its first steps."""
     found = {}
     for name in runs[0]["rows"]:
-        rows = [run["rows"][name] for run in runs]
+        # Some rows are not run for all seeds.
+        there = [run for run in runs if name in run["rows"]]
+        rows = [run["rows"][name] for run in there]
         each = [
             difference(row["losses"][:steps], run["reference"][:steps])
-            for row, run in zip(rows, runs, strict=True)
+            for row, run in zip(rows, there, strict=True)
         ]
         means = [statistics.mean(values) for values in zip(*each, strict=True)]
         overall = [values[-1] for values in each]
-        error = statistics.stdev(overall) / math.sqrt(len(runs)) if len(runs) > 1 else math.nan
+        error = statistics.stdev(overall) / math.sqrt(len(each)) if len(each) > 1 else math.nan
         nbytes = statistics.mean(row["nbytes"] for row in rows)
         raw, parameters = runs[0]["raw"], runs[0]["parameters"]
         found[name] = Figure(
