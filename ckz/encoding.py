@@ -16,7 +16,7 @@ from ckz import codecs
 from ckz.chain import Snapshot
 from ckz.checking import bad_crc, stated_crc32
 from ckz.checkpoint import Checkpoint
-from ckz.choosing import Choice, choose
+from ckz.choosing import Choice, ReadRef, choose
 from ckz.codecs.raw import Raw
 from ckz.codecs.same import Same
 from ckz.codecs.zstd import Zstd
@@ -54,13 +54,8 @@ class Coded(NamedTuple):
     original: bool = True
 
 
-class _Try(NamedTuple):
-    """A codec to try on a chunk, with what it leans on."""
-
-    text: str
-    codec: codecs.Codec
-    refs: tuple[Ref, ...]
-    data: list[Bytes]
+# A codec to try on a chunk, and what it leans on there.
+_Try = tuple[Choice, tuple[Ref, ...]]
 
 
 class Encoder:
@@ -132,11 +127,9 @@ class Encoder:
             if (model := choices[0].model) is not None:
                 yield from self._model_jobs(model, role)
             self.streams.append(stream)
-            for start in range(0, stream.nbytes, CHUNK):
+            for start, buffer in self._chunks(stream, slicer, buffers, workers):
                 stop = min(start + CHUNK, stream.nbytes)
-                buffer = buffers.get()
                 chunk = buffer[: stop - start]
-                files.read(slicer.extents_in(start, stop), chunk)
                 covered = list(slicer.parts_in(start, stop))
                 self._hash(hasher, covered, chunk)
                 if len(covered) == 1 and chunk.size >= _MIN_REPEAT:
@@ -145,17 +138,34 @@ class Encoder:
                         buffers.put(buffer)
                         yield partial(_same, chunk.size, earlier, role)
                         continue
-                tries = [self._try(files, choice, start, stop) for choice in choices]
-                yield partial(_encode_chunk, tries, start, buffer, chunk, role, buffers)
+                tries = [(choice, choice.refs(start, stop) or ()) for choice in choices]
+                read_ref = partial(self._read_ref, files)
+                yield partial(_encode_chunk, tries, read_ref, start, buffer, chunk, role, buffers)
+
+    def _chunks(
+        self, stream: Stream, slicer: Slicer, buffers: SimpleQueue[Bytes], workers: Workers
+    ) -> Iterator[tuple[int, Bytes]]:
+        """Read the chunks of a stream; ahead and in threads where reading is work."""
+        starts = range(0, stream.nbytes, CHUNK)
+        jobs = (
+            partial(_read_chunk, self._files, slicer, start, stream.nbytes, buffers.get())
+            for start in starts
+        )
+        if self._files.replaces(stream.parts[0].span - len(self._checkpoint.files)):
+            # Half of the buffers are left to those that code.
+            yield from in_order(workers._replace(window=max(2, workers.window // 2)), jobs)
+        else:
+            yield from (job() for job in jobs)
 
     def _model_jobs(self, model: Bytes, role: str) -> Iterator[Callable[[], Coded]]:
         part = Part(len(self.digests), (), model.size)
         self.digests.append(xxhash.xxh3_128_digest(model.data))
         self.streams.append(Stream((part,), model.size, "bytes", "<", role))
-        tries = [_Try(codecs.spec(Zstd(9)), Zstd(9), (), [])]
+        codec = Zstd(9)
+        tries = [(Choice(codecs.spec(codec), codec, _nothing), ())]
         for start in range(0, model.size, CHUNK):
             chunk = model[start : start + CHUNK]
-            yield partial(_encode_chunk, tries, start, chunk, chunk, role, SimpleQueue())
+            yield partial(_encode_chunk, tries, _nowhere, start, chunk, chunk, role, SimpleQueue())
 
     def _hash(self, hasher: SpanHasher, covered: list[tuple[Part, int, int]], chunk: Bytes) -> None:
         nfiles = len(self._checkpoint.files)
@@ -169,11 +179,6 @@ class Encoder:
             if not holds and not self._accept_bad_crc:
                 raise bad_crc(self._checkpoint, span)
 
-    def _try(self, files: FileSet, choice: Choice, start: int, stop: int) -> _Try:
-        refs = choice.refs(start, stop) or ()
-        data = choice.read(refs, partial(self._read_ref, files))
-        return _Try(choice.text, choice.codec, refs, data)
-
     def _read_ref(self, files: FileSet, ref: Ref) -> Bytes:
         out = np.empty(ref.nbytes, np.uint8)
         if ref.where and self._base is not None:
@@ -182,6 +187,22 @@ class Encoder:
         slicer = Slicer([self._parts[ref.span]])
         files.read(slicer.extents_in(ref.start, ref.start + ref.nbytes), out)
         return out
+
+
+def _nothing(start: int, stop: int) -> tuple[Ref, ...]:
+    return ()
+
+
+def _nowhere(ref: Ref) -> Bytes:
+    raise AssertionError("a model leans on nothing")
+
+
+def _read_chunk(
+    files: FileSet, slicer: Slicer, start: int, nbytes: int, buffer: Bytes
+) -> tuple[int, Bytes]:
+    stop = min(start + CHUNK, nbytes)
+    files.read(slicer.extents_in(start, stop), buffer[: stop - start])
+    return start, buffer
 
 
 def _read_stream(files: FileSet, slicer: Slicer, start: int, out: Bytes) -> None:
@@ -194,6 +215,7 @@ def _same(raw: int, ref: Ref, role: str) -> Coded:
 
 def _encode_chunk(
     tries: Sequence[_Try],
+    read_ref: ReadRef,
     start: int,
     buffer: Bytes,
     chunk: Bytes,
@@ -202,13 +224,14 @@ def _encode_chunk(
 ) -> Coded:
     """Code one chunk by the first codec that pays, or keep it raw, and give its buffer back."""
     coded = Coded(Raw.name, b"", chunk.size, 0, (), role, buffer is not chunk)
-    for attempt in tries:
-        if len(attempt.data) == 1 and np.array_equal(attempt.data[0], chunk):
-            coded = coded._replace(codec=Same.name, refs=attempt.refs)
+    for choice, refs in tries:
+        data = choice.read(refs, read_ref)
+        if len(data) == 1 and np.array_equal(data[0], chunk):
+            coded = coded._replace(codec=Same.name, refs=refs)
             break
-        payload = attempt.codec.encode(chunk, attempt.data, start)
+        payload = choice.codec.encode(chunk, data, start)
         if payload is not None and len(payload) < chunk.size:
-            coded = coded._replace(codec=attempt.text, payload=payload, refs=attempt.refs)
+            coded = coded._replace(codec=choice.text, payload=payload, refs=refs)
             break
     else:
         coded = coded._replace(payload=chunk.tobytes())

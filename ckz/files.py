@@ -72,6 +72,10 @@ class FileSet:
             finally:
                 self._release(file)
 
+    def replaces(self, span: int) -> bool:
+        """Whether what is read of a span is not what stands in its file."""
+        return False
+
     def write(self, extents: Sequence[Extent], data: npt.NDArray[np.uint8]) -> None:
         """Write ``data`` to extents laid end to end."""
         view = data.data

@@ -63,6 +63,10 @@ class RestoredFiles(FileSet):
             found[span.file][1].append(number)
         return found
 
+    def replaces(self, span: int) -> bool:
+        """Whether what is read of a span is not what stands in its file."""
+        return span in self.snaps
+
     def patch(self, file: int, offset: int, data: bytes) -> None:
         """Replace bytes that are no tensor's, such as checksums."""
         self._patches.setdefault(file, []).append((offset, data))
