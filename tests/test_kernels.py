@@ -11,7 +11,7 @@ from test_codecs import weights
 
 from ckz import kernels
 from ckz.codecs.planes import Planes
-from ckz.kernels import Kernel, planes, ulp
+from ckz.kernels import Kernel, planes, quantize, ulp
 
 SIZES = [0, 1, 7, 8, 64, 1000, 1024]
 
@@ -156,3 +156,51 @@ def test_changed_symbols() -> None:
         assert np.array_equal(found[: values.size], values)
         spread((symbols != 0).view(np.uint8), values, back)
         assert np.array_equal(back, symbols)
+
+
+@pytest.mark.parametrize("based", [False, True])
+def test_quantized_values(based: bool) -> None:
+    rng = np.random.default_rng(0)
+    values, base = rng.normal(0, 1, (2, 1000)).astype(np.float32)
+    units = np.abs(rng.normal(0, 0.1, 1000)).astype(np.float32)
+    special = [0, -0.0, np.inf, -np.inf, np.nan, 1e-45, 3e38, -3e38]
+    values[:8], values[8:16] = special, base[8:16]
+    units[16:20] = 0, np.inf, np.nan, 1e-45
+    values[16:18] = base[16], 0
+    how = [base, units, based]
+    with np.errstate(all="ignore"):
+        (found,) = assert_equal(
+            outputs(quantize.indices, [values, *how, np.float32(0.4)], [(1000, np.int32)])
+        )
+        found[found == quantize.NONE] = 77
+        made = outputs(quantize.values, [found, *how, np.float32(0.1)], [(1000, np.float32)])
+    assert_equal([[outs[0].view(np.uint32)] for outs in made])
+    near = np.isfinite(values) & (units > 1e-3) & (np.abs(found) < 1 << 20) & (found != 77)
+    near &= np.isfinite(units)
+    assert near.sum() > 900
+    assert (np.abs(made[0][0] - values) <= 0.7001 * units + 1e-6)[near].all()
+
+
+def test_units_of_the_update() -> None:
+    second = np.array([0, 1e-45, 1e-12, 4, 3e38, np.inf, np.nan], np.float32)
+    inputs = [second, np.float32(1e-8), np.float32(0.1)]
+    found = outputs(quantize.units, inputs, [(7, np.float32)])
+    assert_equal([[outs[0].view(np.uint32)] for outs in found])
+
+
+@pytest.mark.parametrize("wide", [np.int32, np.int64])
+@pytest.mark.parametrize("step", [1, 1 << 21, 26_500_000, (1 << 30) - 1])
+def test_quantized_logarithms(wide: type, step: int) -> None:
+    rng = np.random.default_rng(0)
+    values = np.exp(rng.normal(-20, 8, 1000)).astype(np.float32)
+    values[:7] = [0, 1e-45, 3e38, np.inf, np.nan, -1, -0.0]
+    bits = values.view(np.int32)
+    predicted = np.clip(bits + rng.integers(-(1 << 24), 1 << 24, 1000), 0, 0x7F000000).astype(wide)
+    predicted[7:9] = 0, 0x7F000000
+    empty = rng.random(1000) < 0.01
+    how = [predicted, empty, step]
+    (found,) = assert_equal(outputs(quantize.log_indices, [bits, *how], [(1000, np.int32)]))
+    found[found == quantize.NONE] = 5
+    (made,) = assert_equal(outputs(quantize.log_values, [found, *how], [(1000, np.uint32)]))
+    assert made.max() < 0x7F800000
+    assert not made[(bits == 0) | empty].any()

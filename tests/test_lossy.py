@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
-from ckz import pipeline
+from ckz import kernels, pipeline
 from ckz.container_read import open_container
 from ckz.errors import CorruptError, UsageError
 from ckz.inspection import inspect
@@ -508,3 +508,21 @@ def test_dry_runs_plan_lossy_codecs(run: Run, tmp_path: Path) -> None:
     assert done.code == 0
     assert "moments-variance" in done.err
     assert not (tmp_path / "a.pt.ckz").exists()
+
+
+@pytest.mark.parametrize("preset", ["resume", "compact"])
+def test_compiled_kernels_give_the_same_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, preset: str
+) -> None:
+    base = pack(save(tmp_path / "a.pt", state(0)), ask())
+    large = {"model": {"w": torch.randn(1500, 400)}}
+    large["optimizer"] = {key: {"w": large["model"]["w"] ** 2} for key in ("exp_avg", "exp_avg_sq")}
+    for source, under in (
+        (save(tmp_path / "b.pt", state(0, 5)), base),
+        (save(tmp_path / "c.pt", large), None),
+    ):
+        found = []
+        for compiled in (False, True):
+            monkeypatch.setattr(kernels, "_compiled", compiled)
+            found.append(pack(source, ask(preset=preset), under).read_bytes())
+        assert found[0] == found[1]

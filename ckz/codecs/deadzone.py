@@ -12,15 +12,13 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
-import numpy.typing as npt
 
 from ckz.codecs import quantized
 from ckz.codecs.floats import WIDTHS, Bytes, Floats
 from ckz.codecs.indices import Indices
 from ckz.codecs.quantized import floats_of
 from ckz.errors import CorruptError
-
-_LARGEST = float(1 << 24)
+from ckz.kernels import quantize as kernels
 
 
 @dataclass(frozen=True)
@@ -56,32 +54,25 @@ class Deadzone:
         column = first % columns if columns else 0
         if not columns or (column + n - 1) // columns >= steps.size:
             raise CorruptError("a quantized chunk has too few steps")
-        if steps.size == 1:
-            return np.broadcast_to(steps, n)
         ends = np.minimum(np.arange(1, steps.size + 1, dtype=np.int64) * columns - column, n)
         return np.repeat(steps, np.diff(ends, prepend=0))
 
     def indices(self, values: Floats, refs: Sequence[Bytes], first: int) -> Indices:
         """Give the steps between the base and each value."""
+        out = np.empty(values.size, np.int32)
         steps = self._steps(refs, first, values.size)
-        far = values - floats_of(refs[2:], self.dtype, values.size) if refs[2:] else values
-        size = np.abs(far) / steps
-        size[far == 0] = 0
-        size += np.float32(self.offset / 100)
-        reached = size < _LARGEST
-        index = np.where(reached, size, 0).astype(np.int32)
-        return np.where(reached, np.where(np.signbit(far), -index, index), quantized.NONE)
+        base = floats_of(refs[2:], self.dtype, values.size) if refs[2:] else values
+        offset = np.float32(self.offset / 100)
+        kernels.indices(values, base, steps, len(refs) > 2, offset, out)
+        return out
 
     def values(self, indices: Indices, refs: Sequence[Bytes], first: int) -> Floats:
         """Go so many steps from the base."""
+        out = np.empty(indices.size, np.float32)
         steps = self._steps(refs, first, indices.size)
-        far: npt.NDArray[np.float32] = np.abs(indices).astype(np.float32)
-        if self.lift:
-            far += np.float32(self.lift / 100)
-        far *= steps
-        far = np.where(indices < 0, -far, far)
-        far[indices == 0] = 0
-        return floats_of(refs[2:], self.dtype, indices.size) + far if refs[2:] else far
+        base = floats_of(refs[2:], self.dtype, indices.size) if refs[2:] else steps
+        kernels.values(indices, base, steps, len(refs) > 2, np.float32(self.lift / 100), out)
+        return out
 
     def encode(self, chunk: Bytes, refs: Sequence[Bytes] = (), at: int = 0) -> bytes | None:
         """Code the indices of a chunk."""

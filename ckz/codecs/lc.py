@@ -20,6 +20,7 @@ from ckz.codecs.floats import WIDTHS, Bytes, Floats
 from ckz.codecs.indices import Indices, fold, unfold
 from ckz.codecs.quantized import floats_of
 from ckz.errors import CorruptError
+from ckz.kernels.quantize import NONE
 
 MAX_BITS = 8
 
@@ -46,7 +47,7 @@ class Lc:
         table = _table(refs)
         number[buckets_of(table)] = np.arange(1, table.size + 1)
         far = values - floats_of(refs[1:], self.dtype, values.size)
-        return np.where(np.isfinite(far), fold(number[buckets_of(far)]), quantized.NONE)
+        return np.where(np.isfinite(far), fold(number[buckets_of(far)]), NONE)
 
     def values(self, indices: Indices, refs: Sequence[Bytes], first: int) -> Floats:
         """Add each bucket's representative."""

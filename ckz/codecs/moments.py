@@ -22,18 +22,14 @@ from ckz.codecs.indices import Indices
 from ckz.codecs.quantized import floats_of
 from ckz.codecs.rowcol import predict
 from ckz.errors import CorruptError
+from ckz.kernels import quantize as kernels
 
-_LARGEST = float(1 << 24)
 # Bits below those that means are made of.
 _SHIFT = 20
 # What is added to a change of exponents, so that none is zero.
 _CHANGE = 2048
 _INFINITY = 0x7F800000
 _TOP = (_INFINITY >> _SHIFT) - 1
-# Between two numbers one of which is the prediction of the other: nearly all exponents.
-_FAR = (1 << 31) - (1 << 29) - 1
-# The index of a zero in a row that has others.
-_ZERO = -32
 
 
 @dataclass(frozen=True)
@@ -64,31 +60,26 @@ class MomentsMomentum:
         if not (0 < self.offset <= 50 and 0 <= self.lift <= 50):
             raise ValueError("no quantizer has such a dead zone")
 
-    def unit(self, refs: Sequence[Bytes], n: int) -> Floats:
+    def _units(self, refs: Sequence[Bytes], n: int) -> Floats:
         """Give what a step of the update is for each element."""
-        unit = np.sqrt(floats_of(refs, self.dtype, n))
-        unit += np.float32(self.eps)
-        unit *= np.float32(self.step)
-        return unit
+        found = np.empty(n, np.float32)
+        second = floats_of(refs, self.dtype, n)
+        kernels.units(second, np.float32(self.eps), np.float32(self.step), found)
+        return found
 
     def indices(self, values: Floats, refs: Sequence[Bytes], first: int) -> Indices:
         """Give the steps of each element's update."""
-        size = np.abs(values) / self.unit(refs, values.size)
-        size[values == 0] = 0
-        size += np.float32(self.offset / 100)
-        reached = size < _LARGEST
-        index = np.where(reached, size, 0).astype(np.int32)
-        return np.where(reached, np.where(np.signbit(values), -index, index), quantized.NONE)
+        out = np.empty(values.size, np.int32)
+        units = self._units(refs, values.size)
+        kernels.indices(values, values, units, False, np.float32(self.offset / 100), out)
+        return out
 
     def values(self, indices: Indices, refs: Sequence[Bytes], first: int) -> Floats:
         """Give the first moment that makes such a step."""
-        far: npt.NDArray[np.float32] = np.abs(indices).astype(np.float32)
-        if self.lift:
-            far += np.float32(self.lift / 100)
-        far *= self.unit(refs, indices.size)
-        far = np.where(indices < 0, -far, far)
-        far[indices == 0] = 0
-        return far
+        out = np.empty(indices.size, np.float32)
+        units = self._units(refs, indices.size)
+        kernels.values(indices, units, units, False, np.float32(self.lift / 100), out)
+        return out
 
     def encode(self, chunk: Bytes, refs: Sequence[Bytes] = (), at: int = 0) -> bytes | None:
         """Code the steps of a chunk."""
@@ -153,26 +144,16 @@ class MomentsVariance:
     def indices(self, values: Floats, refs: Sequence[Bytes], first: int) -> Indices:
         """Give the steps between the prediction and each value."""
         predicted, empty = self._predicted(refs, first, values.size)
-        bits = _bits(values)
-        # Without a change, neither leaves the positive half of its type.
-        apart = np.maximum(bits, 0) - predicted
-        # With half a step more it has to fit, too.
-        far = ((np.clip(apart, -_FAR, _FAR) + self.step // 2) // self.step).astype(np.int32)
-        far[(np.abs(far) >= -_ZERO) | (np.abs(apart) >= _FAR)] = quantized.NONE
-        zero = bits == 0
-        far[zero] = _ZERO
-        far[zero & empty] = 0
-        found: Indices = far
-        return found
+        out = np.empty(values.size, np.int32)
+        kernels.log_indices(_bits(values), predicted, empty, self.step, out)
+        return out
 
     def values(self, indices: Indices, refs: Sequence[Bytes], first: int) -> Floats:
         """Go so many steps from the prediction."""
         predicted, empty = self._predicted(refs, first, indices.size)
-        bits = indices.astype(np.int64) * self.step
-        bits += predicted
-        np.clip(bits, 1, _INFINITY - 1, out=bits)
-        bits[(indices == _ZERO) | empty] = 0
-        return bits.astype(np.uint32).view(np.float32)
+        out = np.empty(indices.size, np.uint32)
+        kernels.log_values(indices, predicted, empty, self.step, out)
+        return out.view(np.float32)
 
     def encode(self, chunk: Bytes, refs: Sequence[Bytes] = (), at: int = 0) -> bytes | None:
         """Code the steps of a chunk."""

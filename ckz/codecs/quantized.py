@@ -17,10 +17,9 @@ import numpy as np
 from ckz.codecs.floats import WIDTHS, Bytes, Floats, narrow, widen, words_of
 from ckz.codecs.indices import Indices, decode_indices, encode_indices
 from ckz.errors import CorruptError
+from ckz.kernels.quantize import NONE
 
 _HEAD = struct.Struct("<QI")
-# The index of a value that is near none that has one.
-NONE = -(1 << 30)
 # An exception costs eight bytes, about as much as two float32 elements.
 _MAX_EXCEPTIONS = 1 / 16
 

@@ -8,9 +8,12 @@ from functools import partial
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from ckz.checkpoint import Checkpoint
+from ckz.codecs.floats import WIDTHS, widen, words_of
 from ckz.container import Loss
+from ckz.kernels.differences import LANES, SUMS, add_sums
 from ckz.lossy.restored import RestoredFiles, Snap
 from ckz.lossy.sampling import Bytes, Doubles, total
 from ckz.streams import CHUNK, Extent
@@ -40,24 +43,33 @@ def measure_all(
 def _measure(checkpoint: Checkpoint, files: RestoredFiles, number: int, snap: Snap) -> Measured:
     span = checkpoint.spans[number]
     before = after = 0
-    largest = errors = squares = 0.0
+    sums = np.zeros((SUMS, LANES))
     for at in range(0, span.nbytes, CHUNK):
         old = np.empty(min(CHUNK, span.nbytes - at), np.uint8)
         files.read_original([Extent(span.file, span.offset + at, old.size)], old)
         new = old.copy()
         with np.errstate(all="ignore"):  # any bits may stand there, such as signaling NaNs
             snap.replace(new, at)
-            error, value = _errors(span.dtype, old, new)
+            _add_errors(span.dtype, old, new, sums)
         before, after = zlib.crc32(old.data, before), zlib.crc32(new.data, after)
-        largest = max(largest, float(error.max(initial=0)))
-        errors += total(error * error)
-        squares += total(value * value)
+    errors, squares, largest = total(sums[0]), total(sums[1]), float(sums[3].max())
     relative = (errors / squares) ** 0.5 if squares else 0.0
     return Measured(Loss(number, snap.method, largest, relative), before, after)
 
 
-def _errors(dtype: str, old: Bytes, new: Bytes) -> tuple[Doubles, Doubles]:
-    """Give the error and the value of each element that is finite."""
-    was, now = doubles(old, dtype), doubles(new, dtype)
+def _add_errors(dtype: str, old: Bytes, new: Bytes, sums: Doubles) -> None:
+    """Add the errors of the elements that are finite."""
+    was: npt.NDArray[np.floating]
+    now: npt.NDArray[np.floating]
+    if dtype in WIDTHS:
+        was, now = (widen(dtype, words_of(dtype, data)) for data in (old, new))
+    else:
+        was, now = doubles(old, dtype), doubles(new, dtype)
     good = np.isfinite(was) & np.isfinite(now)
-    return np.abs(now[good] - was[good]), was[good]
+    if not good.all():
+        was, now = was[good], now[good]
+    part = np.zeros_like(sums)
+    add_sums(was, now, part)
+    largest = np.maximum(sums[3], part[3])
+    sums += part
+    sums[3] = largest
