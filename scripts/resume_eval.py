@@ -60,11 +60,12 @@ ROWS = [
     Row("lc:3 and moments:0.2", by_ckz(weights="lc:3", optimizer="moments:0.2"), base=1),
     Row("ExCP", resume_methods.excp, base=1, published=True),
 ]
-# The rows that are run for longer, of the first seeds; all that are run with another beta2; and all
-# that are run of later seeds, and of tasks other than the first.
+# The rows that are run for longer, of the first seeds; all that are run with another beta2; all that
+# are run of later seeds; and all that are run of tasks other than the first.
 PRESETS = ("resume", "compact")
 LONG_SEEDS = 2
 SHORT = ("resume", "compact", "states: moments:0.1", "states: cluster:16 (BitSnap)", "ExCP")
+OWN = ("resume", "resume, with a base", "compact")
 FEWER = (
     *("resume", "resume, with a base", "compact", "states: cluster:16 (BitSnap)"),
     *("states: 8-bit block-wise", "lc:3 and cluster:16", "ExCP"),
@@ -111,8 +112,8 @@ def evaluate(task: Task, seed: int, beta2: float, scratch: Path) -> dict[str, An
             "published": False,
         }
     for row in ROWS:
-        fewer = task.fewer or seed >= LONG_SEEDS
-        if row.name not in (SHORT if not full else FEWER if fewer else row.name):
+        wanted = FEWER if task.fewer else [r.name for r in ROWS]
+        if row.name not in (SHORT if not full else OWN if seed >= LONG_SEEDS else wanted):
             continue
         done = row.save(last, packed_base if row.base else None, scratch)
         steps = longer if row.name in PRESETS else task.resumed
@@ -124,7 +125,7 @@ def evaluate(task: Task, seed: int, beta2: float, scratch: Path) -> dict[str, An
         print(f"{task.name}, seed {seed}: {row.name}: {done.nbytes / raw:.4f} of raw", flush=True)
     if full:
         done_chains = [*chained(task, saved, packed_base, scratch)]
-        if "experts" in task.name:
+        if "experts" in task.name and seed < LONG_SEEDS:
             done_chains += carried(task, saved, packed_base, scratch)
         for name, done in done_chains:
             losses = run(task, done.state, seed, task.resumed)
