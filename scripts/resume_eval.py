@@ -60,8 +60,8 @@ ROWS = [
     Row("lc:3 and moments:0.2", by_ckz(weights="lc:3", optimizer="moments:0.2"), base=1),
     Row("ExCP", resume_methods.excp, base=1, published=True),
 ]
-# The rows that are run for longer, of the first seeds; all that are run with another beta2; all that
-# are run of later seeds; and all that are run of tasks other than the first.
+# The rows that are run for longer, of the first seeds; all that are run with another beta2; all
+# that are run of later seeds; and all that are run of tasks other than the first.
 PRESETS = ("resume", "compact")
 LONG_SEEDS = 2
 SHORT = ("resume", "compact", "states: moments:0.1", "states: cluster:16 (BitSnap)", "ExCP")
