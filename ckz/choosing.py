@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -81,7 +81,7 @@ def choose(
     for candidate in candidates:
         last = candidate is candidates[-1]
         choice = plain if last else prepare(stream, candidate, read, workers, model_span)
-        cost = _cost(stream, choice, read, read_ref)
+        cost = estimate(stream, choice, read, read_ref)
         if cost < least:
             best, least = choice, cost
         if least < _GOOD_ENOUGH * stream.nbytes:
@@ -178,20 +178,28 @@ def _source_refs(
     return tuple(found) if len(found) <= MAX_REFS else None
 
 
-def _cost(stream: Stream, choice: Choice, read: ReadStream, read_ref: ReadRef) -> float:
+def estimate(stream: Stream, choice: Choice, read: ReadStream, read_ref: ReadRef) -> float:
     """Estimate the stream's size under a choice."""
-    size = min(_SAMPLE, stream.nbytes)
-    last = stream.nbytes - size
-    starts = {last * k // (_SAMPLES - 1) // 16 * 16 for k in range(_SAMPLES)}
     sampled = stored = 0
-    for start in sorted(starts):
-        chunk = np.empty(size, np.uint8)
-        read(start, chunk)
-        refs = choice.refs(start, start + size)
+    for start, chunk in samples(stream, read):
+        refs = choice.refs(start, start + chunk.size)
         if refs is None:
             return float("inf")
-        payload = choice.codec.encode(chunk, choice.read(refs, read_ref), start)
-        sampled += size
-        stored += size if payload is None else len(payload)
+        data = choice.read(refs, read_ref)
+        sampled += chunk.size
+        if len(data) == 1 and np.array_equal(data[0], chunk):
+            continue
+        payload = choice.codec.encode(chunk, data, start)
+        stored += chunk.size if payload is None else len(payload)
     model = 0 if choice.model is None else choice.model.size
     return stored / sampled * stream.nbytes + model
+
+
+def samples(stream: Stream, read: ReadStream) -> Iterator[tuple[int, Bytes]]:
+    """Read pieces from all over a stream."""
+    size = min(_SAMPLE, stream.nbytes)
+    last = stream.nbytes - size
+    for start in sorted({last * k // (_SAMPLES - 1) // 16 * 16 for k in range(_SAMPLES)}):
+        chunk = np.empty(size, np.uint8)
+        read(start, chunk)
+        yield start, chunk

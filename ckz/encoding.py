@@ -16,7 +16,7 @@ from ckz import codecs
 from ckz.chain import Snapshot
 from ckz.checking import bad_crc, stated_crc32
 from ckz.checkpoint import Checkpoint
-from ckz.choosing import Choice, ReadRef, choose
+from ckz.choosing import Choice, ReadRef, choose, estimate, samples
 from ckz.codecs.raw import Raw
 from ckz.codecs.same import Same
 from ckz.codecs.zstd import Zstd
@@ -52,6 +52,15 @@ class Coded(NamedTuple):
     refs: tuple[Ref, ...]
     role: str
     original: bool = True
+
+
+class Predicted(NamedTuple):
+    """What one stream would be coded with, and about how many bytes that makes."""
+
+    role: str
+    codec: str
+    nbytes: int
+    stored: float
 
 
 # A codec to try on a chunk, and what it leans on there.
@@ -100,6 +109,27 @@ class Encoder:
         for coded in in_order(workers, self._jobs(self._files, workers)):
             yield coded._replace(refs=tuple(self._as_stored(ref) for ref in coded.refs))
 
+    def predict(self, workers: Workers) -> Iterator[Predicted]:
+        """Choose codecs as ``run`` does, and estimate from samples what comes of them."""
+        seen: set[bytes] = set()
+        for stream, candidates in zip(self._plan.streams, self._plan.candidates, strict=True):
+            read = partial(_read_stream, self._files, Slicer(stream.parts))
+            read_ref = partial(self._read_ref, self._files)
+            choice = choose(stream, candidates, read, read_ref, workers, len(self._parts))[0]
+            digest = xxhash.xxh3_128()
+            for _, chunk in samples(stream, read):
+                digest.update(chunk.data)
+            # What samples show to be there already is stored once.
+            again = (known := digest.digest()) in seen and stream.nbytes >= _MIN_REPEAT
+            seen.add(known)
+            text = Same.name if again else choice.text
+            cost = 0.0 if again else estimate(stream, choice, read, read_ref)
+            yield Predicted(self._role(stream), text, stream.nbytes, min(cost, stream.nbytes))
+
+    def _role(self, stream: Stream) -> str:
+        skeleton = stream.parts[0].span < len(self._checkpoint.files)
+        return "skeleton" if skeleton else stream.role
+
     def _as_stored(self, ref: Ref) -> Ref:
         """Number the spans of the base that are used, in the order in which they are."""
         if ref.where == 0:
@@ -121,9 +151,7 @@ class Encoder:
                 workers,
                 len(self.digests),
             )
-            role = stream.role
-            if stream.parts[0].span < len(self._checkpoint.files):
-                role = "skeleton"
+            role = self._role(stream)
             if (model := choices[0].model) is not None:
                 yield from self._model_jobs(model, role)
             self.streams.append(stream)

@@ -12,7 +12,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -30,7 +30,7 @@ from ckz.checkpoint import Checkpoint
 from ckz.container import Container, Loss, Ref
 from ckz.container_read import is_container, open_container
 from ckz.container_write import Writer
-from ckz.encoding import Encoder
+from ckz.encoding import Encoder, Predicted
 from ckz.errors import CorruptError, IncompleteError, UnsupportedError, UsageError
 from ckz.files import FileSet
 from ckz.formats import read_checkpoint
@@ -39,7 +39,7 @@ from ckz.lossy.carrying import Ask, Partial
 from ckz.lossy.restored import RestoredFiles
 from ckz.matching import Lean, match_base
 from ckz.partial import Policy
-from ckz.plan import make_plan, summary
+from ckz.plan import make_plan
 from ckz.replaying import Replay, find_replays
 from ckz.restore import Decoder, decode_all
 from ckz.steps import step_of
@@ -47,6 +47,8 @@ from ckz.workers import DEFAULT_MEMORY, Workers, in_order, start_workers
 
 OnProgress = Callable[[int, int, int], None]
 AnyPath = str | os.PathLike[str]
+# What a container takes besides chunks, about: at all, and for a tensor.
+_INDEX, _INDEX_ROW = 3000, 55
 
 
 class NamedLoss(NamedTuple):
@@ -71,7 +73,7 @@ class Report:
     warnings : one line each.
     sha256 : path inside the checkpoint -> hex digest; empty unless it was asked for.
     roles : role -> (raw, stored) bytes of its chunks; ``skeleton`` is what is no tensor.
-    plan : of a dry run: role, codecs that may apply, and bytes.
+    plan : of a dry run: role, codec, bytes, and about how many they become.
     losses : what is not restored exactly.
     resumable : whether training can go on from what is restored.
     partial : of a partial snapshot its ``policy``, bytes ``fresh`` and ``carried``, and for experts
@@ -87,7 +89,7 @@ class Report:
     warnings: tuple[str, ...] = ()
     sha256: dict[str, str] = field(default_factory=dict)
     roles: dict[str, tuple[int, int]] = field(default_factory=dict)
-    plan: tuple[tuple[str, str, int], ...] = ()
+    plan: tuple[tuple[str, str, int, int], ...] = ()
     losses: tuple[NamedLoss, ...] = ()
     resumable: bool = True
     partial: Mapping[str, Any] = field(default_factory=dict)
@@ -207,9 +209,12 @@ def compress(
             resumable=resumable,
             partial=_partial(part),
         )
-        if dry_run:
-            return replace(report, plan=summary(plan, len(checkpoint.files)))
         encoder = Encoder(restored, plan, files, snapshot, accept_bad_crc=accept_bad_crc)
+        if dry_run:
+            rows = _summary(encoder.predict(workers))
+            overhead = _INDEX + _INDEX_ROW * len(checkpoint.tensors)
+            stored = overhead + sum(row[3] for row in rows)
+            return replace(report, plan=rows, stored_nbytes=stored)
         stack.enter_context(atomic.explain_full_disk(target, state))
         mode = _mode(source, target)
         temporary = stack.enter_context(atomic.new_file(target, force=force, mode=mode))
@@ -262,6 +267,16 @@ def _partial(part: Partial) -> dict[str, Any]:
     if "plt" in part.record:
         found["plt"] = part.record["plt"]
     return {**found, "fresh": part.fresh_nbytes, "carried": part.carried_nbytes}
+
+
+def _summary(predicted: Iterable[Predicted]) -> tuple[tuple[str, str, int, int], ...]:
+    """Total the bytes of each role and codec, before and after, largest first."""
+    totals: dict[tuple[str, str], tuple[int, float]] = {}
+    for role, codec, nbytes, stored in predicted:
+        raw, coded = totals.get((role, codec), (0, 0.0))
+        totals[role, codec] = raw + nbytes, coded + stored
+    rows = [(*key, raw, round(stored)) for key, (raw, stored) in totals.items()]
+    return tuple(sorted(rows, key=lambda row: -row[2]))
 
 
 def _named(checkpoint: Checkpoint, losses: Sequence[Loss]) -> tuple[NamedLoss, ...]:

@@ -1,8 +1,8 @@
 """Which codec where: a pure function of the checkpoint, the level and what was found equal.
 
-The plan is data and is printed by ``--dry-run``. For each stream it names the codecs that may
-apply; where several do, the encoder decides by their cost on samples of the stream. Decoding never
-looks at a plan.
+The plan is data; ``--dry-run`` prints what comes of it. For each stream it names the codecs that
+may apply; where several do, the encoder decides by their cost on samples of the stream. Decoding
+never looks at a plan.
 """
 
 from __future__ import annotations
@@ -162,17 +162,6 @@ def _lean_of(
     if not exact.issuperset(spans):
         return None
     return Lean(stream.dtype, tuple(ref for span in spans for ref in leans[span].refs))
-
-
-def summary(plan: Plan, nfiles: int) -> tuple[tuple[str, str, int], ...]:
-    """Give the bytes of each role and set of codecs, largest first; for people to read."""
-    totals: dict[tuple[str, str], int] = {}
-    for stream, candidates in zip(plan.streams, plan.candidates, strict=True):
-        role = "skeleton" if stream.parts[0].span < nfiles else stream.role
-        key = role, " or ".join(candidate.codec for candidate in candidates)
-        totals[key] = totals.get(key, 0) + stream.nbytes
-    rows = [(role, text, nbytes) for (role, text), nbytes in totals.items()]
-    return tuple(sorted(rows, key=lambda row: -row[2]))
 
 
 def _chosen(found: list[Candidate], stream: Stream, choice: str | None) -> tuple[Candidate, ...]:

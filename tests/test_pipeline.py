@@ -437,3 +437,36 @@ def test_verify_reports_absent_shards_of_a_source(tmp_path: Path) -> None:
     index.write_text('{"weight_map": {"a": "m-1.safetensors", "b": "m-2.safetensors"}}')
     with pytest.raises(IncompleteError, match=r"m-2\.safetensors"):
         pipeline.verify(tmp_path)
+
+
+@pytest.mark.parametrize("based", [False, True])
+def test_a_dry_run_predicts_the_size(tmp_path: Path, based: bool) -> None:
+    rng = np.random.default_rng(0)
+    first = {f"layers.{i}.weight": rng.normal(0, 0.02, (500, 400)) for i in range(6)}
+    first["tied.weight"] = first["layers.0.weight"]
+    second = {name: x + rng.normal(0, 1e-4, x.shape) for name, x in first.items()}
+    second["tied.weight"] = second["layers.0.weight"]
+    for name, arrays in (("a", first), ("b", second)):
+        halves = {n: x.astype(ml_dtypes.bfloat16) for n, x in arrays.items()}
+        safetensors.numpy.save_file(halves, tmp_path / name)
+    base = tmp_path / "a" if based else None
+    source, packed = tmp_path / "b", tmp_path / "b.ckz"
+    planned = pipeline.compress(source, packed, base=base, dry_run=True)
+    assert not packed.exists()
+    done = pipeline.compress(source, packed, base=base)
+    assert abs(planned.stored_nbytes - done.stored_nbytes) < 0.05 * done.stored_nbytes
+    assert sum(row[2] for row in planned.plan) == source.stat().st_size
+    assert any(row[1] == "same" for row in planned.plan)
+
+
+def test_predictions_hold_on_real_checkpoints(corpus: Path, tmp_path: Path) -> None:
+    pairs = [("series/gpt_bf16/iter_0000220.pt", ""), ("zoo/lightning/epoch=1-step=20.ckpt", "")]
+    pairs += [("series/gpt_bf16/iter_0000220.pt", "series/gpt_bf16/iter_0000200.pt")]
+    pairs += [("series/mixtral_moe/step_00120.pt", "series/mixtral_moe/step_00100.pt")]
+    pairs += [("zoo/deepspeed/zero1/global_step8", ""), ("zoo/dcp/fsdp2/step_12", "")]
+    for name, under in pairs:
+        base = corpus / under if under else None
+        packed = tmp_path / "x.ckz"
+        planned = pipeline.compress(corpus / name, packed, base=base, dry_run=True, force=True)
+        done = pipeline.compress(corpus / name, packed, base=base, force=True)
+        assert abs(planned.stored_nbytes - done.stored_nbytes) < 0.05 * done.stored_nbytes, name

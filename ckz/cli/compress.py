@@ -222,9 +222,13 @@ def _summary(report: Report, *, dry_run: bool) -> str:
     raw, stored = report.raw_nbytes, report.stored_nbytes
     output = text.printable(names.display(report.output, names.STDOUT))
     if dry_run:
-        rows = [[role, text.size(n), codecs] for role, codecs, n in report.plan]
-        plan = "\n".join(text.table(["role", "size", "codecs"], rows, "<><"))
-        return f"{output}: would be written, from {text.size(raw)}\n{plan}"
+        rows = [
+            [role, text.size(raw), text.size(coded), text.saved(raw, coded), codec]
+            for role, codec, raw, coded in report.plan
+        ]
+        plan = "\n".join(text.table(["role", "size", "about", "saved", "codec"], rows, "<>>><"))
+        about = text.change(raw, stored).replace("saved", "saves")
+        return f"{output}: would be written, about {about}\n{plan}"
     change, rate = text.change(raw, stored), text.rate(raw, report.seconds)
     carried = ""
     if report.partial:
