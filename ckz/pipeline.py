@@ -76,8 +76,9 @@ class Report:
     plan : of a dry run: role, codec, bytes, and about how many they become.
     losses : what is not restored exactly.
     resumable : whether training can go on from what is restored.
-    partial : of a partial snapshot its ``policy``, bytes ``fresh`` and ``carried``, and for experts
-        ``plt``, the proportion of tokens that would be lost; else empty.
+    partial : of a partial snapshot its ``policy``, bytes ``fresh`` and ``carried``,
+        ``fresh_by_file`` and their ``imbalance`` (how far the largest is above the mean), and for
+        experts ``plt``, the proportion of tokens that would be lost; else empty.
     """
 
     source: str
@@ -263,10 +264,15 @@ def compress(
 def _partial(part: Partial) -> dict[str, Any]:
     if not part.record:
         return {}
-    found = {"policy": part.record["policy"]}
+    found: dict[str, Any] = {"policy": part.record["policy"]}
     if "plt" in part.record:
         found["plt"] = part.record["plt"]
-    return {**found, "fresh": part.fresh_nbytes, "carried": part.carried_nbytes}
+    found |= {"fresh": part.fresh_nbytes, "carried": part.carried_nbytes}
+    # What one rank has to write more than the ranks do on average.
+    loads = part.fresh_by_file
+    mean = part.fresh_nbytes / max(1, len(loads))
+    imbalance = max(loads.values(), default=0) / mean - 1 if mean else 0.0
+    return {**found, "fresh_by_file": loads, "imbalance": imbalance}
 
 
 def _summary(predicted: Iterable[Predicted]) -> tuple[tuple[str, str, int, int], ...]:

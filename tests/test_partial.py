@@ -532,6 +532,28 @@ def test_ranks_number_their_experts_through(tmp_path: Path) -> None:
     assert [number for _, number in units] == [0, 1, 2, 3]
 
 
+def test_ranks_share_the_work(run: Run, tmp_path: Path) -> None:
+    for step in (10, 20):
+        rng = np.random.default_rng(step)
+        for rank in range(2):
+            folder = tmp_path / f"iter_00000{step}" / f"mp_rank_00_00{rank}"
+            folder.mkdir(parents=True)
+            name = "decoder.layers.{i}.mlp.experts.local_experts.{e}.linear_fc1.weight"
+            tensors = {
+                name.format(i=i, e=e): torch.from_numpy(rng.normal(0, 1, (64, 32)))
+                for i in range(2)
+                for e in range(2)
+            }
+            torch.save({"model": tensors, "iteration": step}, folder / "model_optim_rng.pt")
+    assert run("compress", tmp_path / "iter_0000010").code == 0
+    based = ["--base", tmp_path / "iter_0000010.ckz", "--partial", "experts:2"]
+    done = run("compress", "--json", *based, tmp_path / "iter_0000020")
+    found = json.loads(done.out)["results"][0]["partial"]
+    assert len(found["fresh_by_file"]) == 2
+    assert sum(found["fresh_by_file"].values()) == found["fresh"] == found["carried"]
+    assert found["imbalance"] == 0.0
+
+
 def test_one_file_and_shards_classify_alike(tmp_path: Path) -> None:
     arrays = model(0, stacked=True)
     whole = expert_units(read_checkpoint(save(tmp_path / "m.safetensors", arrays)))

@@ -233,4 +233,6 @@ def _summary(report: Report, *, dry_run: bool) -> str:
     carried = ""
     if report.partial:
         carried = f", {text.size(report.partial['carried'])} carried from the base"
+        if len(report.partial["fresh_by_file"]) > 1:
+            carried += f" (files differ by {100 * report.partial['imbalance']:.0f} %)"
     return f"{output}: {change}{carried}{inexact(report)}, {report.seconds:.1f} s, {rate}"

@@ -50,13 +50,15 @@ class Partial:
     Attributes
     ----------
     record : what the next one has to know, for the container's description.
-    fresh, carried_nbytes : bytes of the parts that could be carried: saved anew, and carried.
+    fresh_nbytes, carried_nbytes : of the parts that could be carried: saved anew, and carried.
+    fresh_by_file : what of each file, so of each rank that wrote one, is saved anew.
     """
 
     record: dict[str, Any] = field(default_factory=dict)
     carried: tuple[Carried, ...] = ()
     fresh_nbytes: int = 0
     carried_nbytes: int = 0
+    fresh_by_file: dict[str, int] = field(default_factory=dict)
 
 
 def carry(fit: Fit, ask: Ask) -> Partial:
@@ -79,11 +81,14 @@ def carry(fit: Fit, ask: Ask) -> Partial:
         moved = {key: _moved(fit, parts) for key, parts in units.items()}
         fresh = by_priority(sizes, moved, policy.value)
     ranges: dict[int, list[tuple[int, int]]] = {}
-    fresh_nbytes = 0
+    files = fit.checkpoint.files
+    by_file: dict[str, int] = {}
     for key, parts in units.items():
         for part in parts:
+            path = files[fit.checkpoint.spans[part.span].file].path
+            by_file.setdefault(path, 0)
             if key in fresh or part.kind not in policy.kinds or not _base(fit, part.span):
-                fresh_nbytes += part.nbytes
+                by_file[path] += part.nbytes
             else:
                 ranges.setdefault(part.span, []).append((part.start, part.start + part.nbytes))
     carried: list[Carried] = []
@@ -92,7 +97,7 @@ def carry(fit: Fit, ask: Ask) -> Partial:
         carried += _aged(fit, span, joined, before)
         fit.files.snaps[span] = _carrying(fit, span, joined)
     nbytes = sum(item.nbytes for item in carried)
-    return Partial(record, tuple(carried), fresh_nbytes, nbytes)
+    return Partial(record, tuple(carried), sum(by_file.values()), nbytes, by_file)
 
 
 def _experts(fit: Fit, units: Units, ask: Ask, record: dict[str, Any]) -> set[Key]:
