@@ -3,6 +3,8 @@
 ``experts:K`` is PEC of MoC-System (Cai et al., arXiv 2408.04307): of each mixture-of-experts layer
 K of N experts are saved, in turn or those with the most unsaved tokens. ``priority:R`` is SCAR
 (Qiao et al., ICML 2019, arXiv 1810.07354): the fraction R of all blocks, those that moved most.
+``soft:BITS`` is ours: the weights of all experts are coded coarsely, their optimizer states saved
+in turn.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ class Policy(NamedTuple):
 
     Attributes
     ----------
-    value : experts of a layer, or a fraction of the blocks.
+    value : experts of a layer, a fraction of the blocks, or bits a weight.
     choice : ``sequential`` or ``load``, of experts.
     kinds : what may be carried: weights, optimizer states, or both.
     """
@@ -41,7 +43,7 @@ class Policy(NamedTuple):
 
 
 def parse_policy(text: str) -> Policy:
-    """Read ``experts:K[:load][:W|O|WO]`` or ``priority:R[:W|O|WO]``.
+    """Read ``experts:K[:load]``, ``priority:R`` or ``soft:BITS``, each with ``:W``, ``:O`` or none.
 
     Raises
     ------
@@ -55,10 +57,10 @@ def parse_policy(text: str) -> Policy:
         value = math.nan
     choice = words.pop(0) if words and words[0] in _CHOICES and name == "experts" else "sequential"
     kinds = words.pop(0) if words and words[0] in KINDS else "WO"
-    limits = {"experts": (1, 1 << 20), "priority": (0, 1)}.get(name)
+    limits = {"experts": (1, 1 << 20), "priority": (0, 1), "soft": (0, 8)}.get(name)
     if limits is None or words or not limits[0] <= value <= limits[1] or value == 0:
         raise UsageError(
-            f"--partial {text}: write experts:K[:load] or priority:FRACTION, "
+            f"--partial {text}: write experts:K[:load], priority:FRACTION or soft:BITS, "
             f"and :{', :'.join(KINDS)} for what may be carried"
         )
     if name == "experts" and not value.is_integer():

@@ -92,7 +92,9 @@ def test_work_is_balanced() -> None:
     assert max(balanced([1] * 64, 8)) == 8
 
 
-@pytest.mark.parametrize("text", ["experts:2", "experts:1:load", "experts:1:O", "priority:0.125:W"])
+@pytest.mark.parametrize(
+    "text", ["experts:2", "experts:1:load", "experts:1:O", "priority:0.125:W", "soft:0.5"]
+)
 def test_policies_are_words(text: str) -> None:
     assert str(parse_policy(text)) == text
 
@@ -303,6 +305,40 @@ def test_priority_saves_what_moved_most(tmp_path: Path) -> None:
     assert np.array_equal(got[64:128], second["a.weight"][64:128])
     assert np.array_equal(got[:64], first["a.weight"][:64])
     assert packed.stat().st_size < 0.4 * 256 * 256 * 4
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_soft_beats_hard_at_equal_bytes(tmp_path: Path, stacked: bool) -> None:
+    """The error of all experts, where as many bytes are spent on one exactly or on all coarsely."""
+
+    def large(step: int) -> dict[str, np.ndarray]:
+        rng, drift = np.random.default_rng(0), np.random.default_rng(step)
+        arrays = {"model.layers.0.mlp.gate.weight": rng.normal(0, 1, (8, 64))}
+        ups = rng.normal(0, 0.02, (8, 128, 64))
+        ups = ups + step * 1e-5 * drift.normal(0, 1, ups.shape) * np.arange(1, 9)[:, None, None]
+        name = "model.layers.0.mlp.experts"
+        if stacked:
+            arrays[f"{name}.gate_up_proj"] = ups
+        else:
+            arrays |= {f"{name}.{e}.up_proj.weight": up for e, up in enumerate(ups)}
+        return {n: x.astype(np.float32) for n, x in arrays.items()}
+
+    states = {step: large(step) for step in (0, 10)}
+    base = tmp_path / "a.ckz"
+    pipeline.compress(save(tmp_path / "step_0", states[0]), base)
+    source = save(tmp_path / "step_10", states[10])
+    sizes, errors = {}, {}
+    for policy in ("experts:2:W", "soft:2:W"):
+        packed = tmp_path / f"{policy}.ckz"
+        pipeline.compress(source, packed, base=base, policy=parse_policy(policy))
+        sizes[policy] = packed.stat().st_size
+        pipeline.decompress(packed, tmp_path / "out", base=base, force=True)
+        got = load_file(tmp_path / "out")
+        errors[policy] = sum(
+            float(((got[n].astype(np.float64) - x) ** 2).sum()) for n, x in states[10].items()
+        )
+    assert sizes["soft:2:W"] < sizes["experts:2:W"]
+    assert errors["soft:2:W"] < 0.3 * errors["experts:2:W"]
 
 
 def test_what_cannot_be_partial(tmp_path: Path) -> None:

@@ -75,8 +75,9 @@ def compress(
         typer.Option(
             metavar="POLICY",
             help="Save a part, and carry the rest from the base: experts:K of each layer in turn, "
-            "experts:K:load those with most unsaved tokens, priority:FRACTION what moved most; "
-            ":W or :O carries weights or optimizer states only.",
+            "experts:K:load those with most unsaved tokens, priority:FRACTION what moved most, "
+            "soft:BITS the weights of all experts coarsely and the states of one in turn; :W or "
+            ":O carries weights or optimizer states only.",
         ),
     ] = "",
     token_counts: Annotated[

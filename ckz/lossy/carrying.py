@@ -19,6 +19,7 @@ from ckz.errors import UsageError
 from ckz.lossy.reading import Fit, cut
 from ckz.lossy.restored import Bytes, Snap
 from ckz.lossy.sampling import total
+from ckz.lossy.softening import soften
 from ckz.lossy.units import Key, Part, Units, block_units, expert_units
 from ckz.partial import Policy, by_load, by_priority, in_turn, lost_tokens, next_k
 from ckz.streams import CHUNK, Extent
@@ -52,6 +53,7 @@ class Partial:
     record : what the next one has to know, for the container's description.
     fresh_nbytes, carried_nbytes : of the parts that could be carried: saved anew, and carried.
     fresh_by_file : what of each file, so of each rank that wrote one, is saved anew.
+    casts : spans of 16-bit weights that follow masters which were coded coarsely.
     """
 
     record: dict[str, Any] = field(default_factory=dict)
@@ -59,6 +61,7 @@ class Partial:
     fresh_nbytes: int = 0
     carried_nbytes: int = 0
     fresh_by_file: dict[str, int] = field(default_factory=dict)
+    casts: frozenset[int] = frozenset()
 
 
 def carry(fit: Fit, ask: Ask) -> Partial:
@@ -70,7 +73,7 @@ def carry(fit: Fit, ask: Ask) -> Partial:
         If experts are asked for and there are none, or other ones than were counted.
     """
     policy, before = ask.policy, ask.before
-    by_expert = policy.name == "experts"
+    by_expert = policy.name != "priority"
     units = expert_units(fit.checkpoint) if by_expert else block_units(fit.checkpoint)
     number = int(before.partial.get("number", 0)) + 1
     record: dict[str, Any] = {"policy": str(policy), "number": number}
@@ -80,6 +83,13 @@ def carry(fit: Fit, ask: Ask) -> Partial:
         sizes = {key: sum(part.nbytes for part in parts) for key, parts in units.items()}
         moved = {key: _moved(fit, parts) for key, parts in units.items()}
         fresh = by_priority(sizes, moved, policy.value)
+    soft = soften(fit, units, policy.value) if policy.name == "soft" else set()
+    # A 16-bit weight follows its master.
+    casts = frozenset(
+        span
+        for span, refs in fit.casts.items()
+        if any(ref.span - len(fit.checkpoint.files) in soft for ref in refs)
+    )
     ranges: dict[int, list[tuple[int, int]]] = {}
     files = fit.checkpoint.files
     by_file: dict[str, int] = {}
@@ -87,7 +97,8 @@ def carry(fit: Fit, ask: Ask) -> Partial:
         for part in parts:
             path = files[fit.checkpoint.spans[part.span].file].path
             by_file.setdefault(path, 0)
-            if key in fresh or part.kind not in policy.kinds or not _base(fit, part.span):
+            saved = key in fresh or part.kind not in policy.kinds or part.span in soft | casts
+            if saved or not _base(fit, part.span):
                 by_file[path] += part.nbytes
             else:
                 ranges.setdefault(part.span, []).append((part.start, part.start + part.nbytes))
@@ -97,7 +108,7 @@ def carry(fit: Fit, ask: Ask) -> Partial:
         carried += _aged(fit, span, joined, before)
         fit.files.snaps[span] = _carrying(fit, span, joined)
     nbytes = sum(item.nbytes for item in carried)
-    return Partial(record, tuple(carried), sum(by_file.values()), nbytes, by_file)
+    return Partial(record, tuple(carried), sum(by_file.values()), nbytes, by_file, casts)
 
 
 def _experts(fit: Fit, units: Units, ask: Ask, record: dict[str, Any]) -> set[Key]:
@@ -106,8 +117,10 @@ def _experts(fit: Fit, units: Units, ask: Ask, record: dict[str, Any]) -> set[Ke
     layers: dict[str, int] = {}
     for layer, expert in units:
         layers[layer] = max(layers.get(layer, 0), expert + 1)
-    k = int(before.partial.get("k", policy.value))
-    k = max(k, int(policy.value)) if ask.plt_limit is not None else int(policy.value)
+    least = int(policy.value) if policy.name == "experts" else 1
+    k = least
+    if ask.plt_limit is not None:
+        k = max(int(before.partial.get("k", least)), least)
     seen = _counted(layers, ask.tokens)
     if not seen:
         seen = dict.fromkeys(units, float(record["number"] if step is None else step))

@@ -81,7 +81,11 @@ def approximate(
     eligible = find_eligible(checkpoint, dropped=not methods.is_resumable)
     fit = Fit(checkpoint, methods, files, base, eligible, leans, casts)
     _fit_all(fit, workers)
-    carried = carry(fit, partial) if partial else Partial()
+    carried = Partial()
+    if partial:
+        carried = carry(fit, partial)
+        casts_of = [item for item in fit.eligible.values() if item.span in carried.casts]
+        _keep(fit, (_fit_cast(fit, item) for item in casts_of))
     measured = measure_all(checkpoint, files, workers)
     mended = mend_sums(checkpoint, files, measured, accept_bad_crc=accept_bad_crc)
     losses = tuple(found.loss for found in measured.values() if found.loss.largest)

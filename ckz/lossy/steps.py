@@ -45,11 +45,11 @@ def fit_steps(
         width = float(np.float32(2 * bound * (1 - 2.0**-20)))
         if not (0 < width < math.inf):
             return None
-        model = _step_model(item.rows * item.columns, np.array([width]))
+        model = step_model(item.rows * item.columns, np.array([width]))
         return quantizer(fit, item, method, Deadzone(item.dtype), model, bound=bound, source=source)
     squares, largest = _rows(fit, item, source)
     if method.name == "int8":
-        model = _step_model(item.columns, rounded(largest / 127 * (1 + 2.0**-7)))
+        model = step_model(item.columns, rounded(largest / 127 * (1 + 2.0**-7)))
         return quantizer(fit, item, method, Deadzone(item.dtype), model, source=source)
     scale = _scales(squares, item)
     if scale is None:
@@ -59,7 +59,7 @@ def fit_steps(
     step, lift = find_step(sizes, method.value, OFFSET / 100)
     if not step:
         return None
-    model = _step_model(columns, rounded(scale * step))
+    model = step_model(columns, rounded(scale * step))
     codec = Deadzone(item.dtype, OFFSET, round(100 * lift))
     return quantizer(fit, item, method, codec, model, source=source)
 
@@ -107,7 +107,8 @@ def _normalized(
     return np.concatenate(sizes)
 
 
-def _step_model(columns: int, steps: npt.NDArray[np.floating]) -> Bytes:
+def step_model(columns: int, steps: npt.NDArray[np.floating]) -> Bytes:
+    """Give the model of ``Deadzone``: elements in a row, and the step of each row."""
     head = np.array([columns], "<u8").view(np.uint8)
     return np.concatenate([head, steps.astype("<f4").view(np.uint8)])
 
