@@ -29,7 +29,7 @@ from ckz.partial import parse_policy
 
 KEPT = Path("build/resume")
 CYCLES, CYCLE = 10, 4
-PARTIAL = ("experts:1", "experts:2", "experts:1:load", "experts:1:O", "priority:0.125")
+PARTIAL = ("experts:1", "experts:2", "experts:1:O", "soft:0.5", "priority:0.125")
 LINK = 10
 
 ROWS = [
@@ -187,7 +187,7 @@ def again(task: Task, last: Path, seed: int, scratch: Path) -> list[list[list[fl
         source = scratch / "again.pt"
         torch.save(state, source)
         state = save(source, None, scratch).state
-        for k in range(CYCLE):
+        for k in range(CYCLE if cycle * CYCLE < task.resumed else 0):
             losses.append(task.step(state, seed, task.saved + cycle * CYCLE + k).tolist())
     return losses
 
