@@ -8,7 +8,7 @@ READY  := $(VENV)/ready
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help install demo test test-all test-formats test-gpu lint format bench peers docs docs-check fixtures data build ci clean
+.PHONY: help install demo test test-all test-formats test-gpu lint format bench evidence peers docs docs-check fixtures data build ci clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -41,7 +41,7 @@ test-formats: build/formats/ready ## run the tests that need other frameworks, w
 build/formats/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv --clear build/formats
 	build/formats/bin/python -m pip install --quiet --editable '.[dev]' setuptools wheel \
-		accelerate gguf keras lightning torchao transformers
+		accelerate gguf keras lightning scikit-learn torchao transformers
 	DS_BUILD_OPS=0 build/formats/bin/python -m pip install --quiet --no-build-isolation deepspeed || \
 		echo 'DeepSpeed does not install here: its tests are skipped'
 	@touch $@
@@ -61,6 +61,11 @@ format: $(READY) ## mend style
 bench: $(READY) data ## measure codecs and whole commands; with the rivals after `make peers`
 	$(BIN)/python scripts/bench_codecs.py
 	$(BIN)/python scripts/bench_files.py
+	$(BIN)/python scripts/bench_delta.py
+
+evidence: build/formats/ready data ## train, stop, compress, restore, resume (an hour); recovery after crashes
+	build/formats/bin/python scripts/resume_eval.py
+	build/formats/bin/python scripts/recovery.py
 
 peers: $(READY) ## install rivals for `make bench` and `ckz bench --peers`, each in its own venv
 	$(BIN)/python scripts/peers.py
