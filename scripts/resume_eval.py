@@ -199,9 +199,10 @@ def main() -> None:
     parser.add_argument("--task", choices=[*TASKS], action="append")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--beta2", type=float, default=0.95)
+    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--report", action="store_true", help="only write the tables")
     arguments = parser.parse_args()
-    torch.set_num_threads(2)
+    torch.set_num_threads(arguments.threads)
     KEPT.mkdir(parents=True, exist_ok=True)
     if not arguments.report:
         for seed in range(arguments.seeds):
