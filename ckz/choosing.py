@@ -108,7 +108,7 @@ def prepare(
                 for start in range(0, stream.nbytes, CHUNK)
             ),
         )
-        model = make_model(list(sums), rows, columns)
+        model = make_model(sums, rows, columns)
         refs = partial(_model_refs, model_span, rows, columns, 4)
         return Choice(candidate.codec, codec, refs, model, model_span)
     return Choice(candidate.codec, codec, _nothing)

@@ -280,10 +280,15 @@ def _check_partial(path: Path, partial: dict[str, Any]) -> None:
         if type(number) is not int or not 0 <= number < 1 << 30:
             raise CorruptError(f"{path}: the record of a partial snapshot makes no sense")
     saved, kinds = partial.get("saved", []), (str, int, float)
+    plt = partial.get("plt", 0.0)
     if (
-        type(partial.get("plt", 0.0)) is not float
+        type(plt) is not float
+        or not 0 <= plt <= 1
+        or type(partial.get("policy", "")) is not str
+        or bool(partial) != ("policy" in partial)
         or type(saved) is not list
         or any(type(row) is not list or tuple(map(type, row)) != kinds for row in saved)
+        or not all(0 <= row[2] < 1e300 for row in saved)
     ):
         raise CorruptError(f"{path}: the record of a partial snapshot makes no sense")
 
@@ -383,7 +388,12 @@ def _check_losses(path: Path, meta: dict[str, Any], tables: dict[str, Rows]) -> 
     inside = (carried["span"] >= nfiles) & (carried["span"] < models)
     limits = spans["nbytes"][np.where(inside, carried["span"], 0)].astype(np.float64)
     ends = carried["start"].astype(np.float64) + carried["nbytes"].astype(np.float64)
-    if not np.all(inside & (ends <= limits)):
+    follows = (carried["span"][1:] > carried["span"][:-1]) | (
+        (carried["span"][1:] == carried["span"][:-1])
+        & (carried["start"][1:].astype(np.float64) >= ends[:-1])
+    )
+    young = carried["age"] < 1 << 31
+    if not (np.all(inside & (ends <= limits) & young) and np.all(follows)):
         raise CorruptError(f"{path}: what is said of carried tensors makes no sense")
     if (
         np.any((losses["span"] < nfiles) | (losses["span"] >= models))

@@ -21,10 +21,17 @@ _NUMBER = re.compile(r"\d+")
 
 
 class Lean(NamedTuple):
-    """Ranges of bytes that a span derives from, and their dtype."""
+    """Ranges of bytes that a span derives from, and their dtype.
+
+    Attributes
+    ----------
+    certain : whether names say so. What is guessed by order or place may be another tensor, which
+        costs an exact difference only bytes.
+    """
 
     dtype: str
     refs: tuple[Ref, ...]
+    certain: bool = False
 
 
 def match_base(checkpoint: Checkpoint, base: Checkpoint) -> dict[int, Lean]:
@@ -44,7 +51,7 @@ def match_base(checkpoint: Checkpoint, base: Checkpoint) -> dict[int, Lean]:
     for span, tensor in _whole_tensors(checkpoint):
         name = tensor.name if tensor.name in theirs else by_plain.get(_plain(tensor.name), "")
         if name and (refs := _continued(base, tensor, theirs[name])):
-            found[span] = Lean(theirs[name].dtype, refs)
+            found[span] = Lean(theirs[name].dtype, refs, certain=True)
             taken.add(name)
         else:
             left.append((span, tensor))
@@ -58,11 +65,13 @@ def match_base(checkpoint: Checkpoint, base: Checkpoint) -> dict[int, Lean]:
         if other is not None and (refs := _continued(base, tensor, other)):
             found[span] = Lean(other.dtype, refs)
     theirs_by_place = _by_place(base)
+    names, their_names = _names(checkpoint), _names(base)
     for place, span in _by_place(checkpoint).items():
         if span not in found and place in theirs_by_place:
             number = theirs_by_place[place]
             whole = base.spans[number]
-            found[span] = Lean(whole.dtype, (Ref(number, 0, whole.nbytes, where=1),))
+            certain = not names[span].isdisjoint(their_names[number])
+            found[span] = Lean(whole.dtype, (Ref(number, 0, whole.nbytes, where=1),), certain)
     return found
 
 
@@ -83,6 +92,15 @@ def _by_place(checkpoint: Checkpoint) -> dict[tuple[str, str, int, int], int]:
             places[*kind, ranks[kind]] = number
             ranks[kind] += 1
     return places
+
+
+def _names(checkpoint: Checkpoint) -> dict[int, set[tuple[object, ...]]]:
+    """Give what each span holds: tensors by name, and which part of them."""
+    found: dict[int, set[tuple[object, ...]]] = defaultdict(set)
+    for tensor in checkpoint.tensors:
+        for piece in tensor.pieces:
+            found[piece.span].add((_plain(tensor.name), tensor.shape, piece.start))
+    return found
 
 
 def _plain(name: str) -> str:

@@ -153,6 +153,8 @@ def compress(
     began = time.perf_counter()
     source = Path(source)
     target = atomic.check_target(Path(output), force)
+    if (tokens is not None or plt_limit is not None) and (not policy or policy.name == "priority"):
+        raise UsageError("token counts and their limit are for partial snapshots of experts")
     if policy and not base:
         raise UsageError("a partial snapshot needs a base that has the rest; give --base")
     if (methods.is_lossy or policy) and base and not is_container(Path(base)):
@@ -197,7 +199,8 @@ def compress(
         else:
             restored = checkpoint
             replays = _find_replays(checkpoint, snapshot, leans) if snapshot else {}
-        preset, resumable = methods.preset, methods.is_resumable
+        # Of weights alone nothing is dropped.
+        preset, resumable = methods.preset, not any(loss.method == "drop" for loss in losses)
         if like is not None:
             losses = (*like.losses,)
             part = Partial(like.meta["partial"], (*like.carried,))
@@ -444,7 +447,11 @@ def verify(
             jobs = (partial(container.payload, chunk) for chunk in range(len(container.chunks)))
             for payload in in_order(workers, jobs):
                 state.add("", len(payload), len(payload))
-        return _report(path, "", container.checkpoint, container.nbytes, began)
+        return replace(
+            _report(path, "", container.checkpoint, container.nbytes, began),
+            losses=_named(container.checkpoint, container.losses),
+            resumable=container.meta["resumable"],
+        )
 
 
 def _decoder(

@@ -132,7 +132,9 @@ def test_every_method_keeps_the_rules(tmp_path: Path, options: dict[str, str], b
         for name, v in before["optimizer"]["exp_avg_sq"].items():
             assert torch.equal(v > 0, after["optimizer"]["exp_avg_sq"][name] > 0)
     for name, master in after["optimizer"]["fp32_master"].items():
-        assert torch.equal(master.bfloat16(), after["model"][name])
+        # A bound that is finer than the weights' own type keeps them from following.
+        if "max_error" not in options:
+            assert torch.equal(master.bfloat16(), after["model"][name])
     assert torch.equal(
         before["optimizer"]["exp_avg"]["norm"], after["optimizer"]["exp_avg"]["norm"]
     ) == (methods.is_resumable)
@@ -390,6 +392,101 @@ def test_a_damaged_source_is_not_blessed(tmp_path: Path) -> None:
         pack(source, ask(preset="resume"))
     packed = pack(source, ask(preset="resume"), accept_bad_crc=True)
     unpack(packed)
+
+
+@pytest.mark.parametrize("bound", ["abs:1e-5", "abs:1e-2", "pwrel:1e-3", "rel:1e-4"])
+def test_weights_beside_masters_keep_their_bound(tmp_path: Path, bound: str) -> None:
+    before = state(0)
+    w = before["model"]["proj"]
+    w[3, :4] = torch.tensor([torch.nan, torch.inf, 0, 5])
+    after = unpack(pack(save(tmp_path / "a.pt", before), ask(max_error=bound)))
+    kind, error = bound.split(":")
+    old, new = (s["model"]["proj"].double().numpy() for s in (before, after))
+    assert np.array_equal(bits(old[~np.isfinite(old)]), bits(new[~np.isfinite(old)]))
+    assert not new[old == 0].any()
+    good = np.isfinite(old)
+    old, new = old[good], new[good]
+    limit = float(error) * (np.abs(old) if kind == "pwrel" else 1)
+    if kind == "rel":
+        limit = float(error) * (old.max() - old.min())
+    assert (np.abs(old - new) <= limit).all()
+
+
+def test_weights_that_are_not_the_cast_stay(tmp_path: Path) -> None:
+    before = state(0)
+    before["model"]["proj"][5, :20] = torch.nan
+    before["model"]["proj"][6] = 0
+    for preset in ("archive", "resume"):
+        after = unpack(pack(save(tmp_path / "a.pt", before), ask(preset=preset)))
+        old, new = (s["model"]["proj"].view(torch.int16) for s in (before, after))
+        assert torch.equal(old, new)
+
+
+def test_small_weights_stay_casts_of_their_masters(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    masters = {
+        f"w{i}": torch.from_numpy(rng.normal(0, 1, (32, 40)).astype("f4")) for i in range(30)
+    }
+    value = {
+        "model": {name: x.bfloat16() for name, x in masters.items()},
+        "optimizer": {"fp32_master": masters},
+    }
+    after = unpack(pack(save(tmp_path / "a.pt", value), ask(preset="resume")))
+    changed = 0
+    for name, x in after["optimizer"]["fp32_master"].items():
+        assert torch.equal(x.bfloat16(), after["model"][name])
+        changed += not torch.equal(x, masters[name])
+    assert changed == 30
+
+
+def test_tensors_that_did_not_change(tmp_path: Path) -> None:
+    source = save(tmp_path / "a.pt", state(0))
+    base = pack(source, ask())
+    same = tmp_path / "b.pt"
+    same.write_bytes(source.read_bytes())
+    for options in ({"weights": "lc:3"}, {"weights": "deadzone:0.1"}, {"preset": "compact"}):
+        packed = pack(same, ask(**options), base)
+        assert torch.equal(unpack(packed)["model"]["proj"], state(0)["model"]["proj"])
+
+
+@pytest.mark.parametrize("shape", [(2, 300_000), (300_000, 1), (1, 5000), (5000, 3), (7, 11, 90)])
+def test_odd_matrices(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    w = torch.randn(*shape)
+    optimizer = {"exp_avg": {"w": w * 0.1}, "exp_avg_sq": {"w": w * w}}
+    value = {"model": {"w": w}, "optimizer": optimizer}
+    for preset in ("resume", "archive"):
+        assert_rules(value, unpack(pack(save(tmp_path / "a.pt", value), ask(preset=preset))))
+
+
+def test_moments_of_other_names_are_pairs_too(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    arrays = {"params.w.weight": rng.normal(0, 1, (64, 96))}
+    arrays["opt_state.0.mu.w.weight"] = rng.normal(0, 1e-3, (64, 96))
+    scale = np.exp(rng.normal(0, 3, (64, 1)))
+    arrays["opt_state.0.mu.w.weight"] *= scale
+    arrays["opt_state.0.nu.w.weight"] = (scale * 1e-3) ** 2 * rng.chisquare(4, (64, 96))
+    save_file({n: x.astype(np.float32) for n, x in arrays.items()}, tmp_path / "m")
+    packed = pack(tmp_path / "m", ask(max_error="update:0.005"))
+    pipeline.decompress(packed, tmp_path / "out")
+    got = load_file(tmp_path / "out")
+    u, v = (
+        s["opt_state.0.mu.w.weight"] / (np.sqrt(s["opt_state.0.nu.w.weight"]) + 1e-8)
+        for s in (arrays, got)
+    )
+    assert ((u - v) ** 2).sum() <= 0.005 * (u * u).sum()
+
+
+def test_verify_says_what_is_lost(run: Run, tmp_path: Path) -> None:
+    packed = pack(save(tmp_path / "a.pt", state(0)), ask(preset="archive"))
+    (found,) = json.loads(run("verify", "--json", packed).out)["results"]
+    assert found["resumable"] is False
+    assert len(found["losses"]) == 8
+
+
+def test_an_archive_of_weights_alone_lacks_nothing(tmp_path: Path) -> None:
+    save_file({"w.weight": np.ones((64, 64), np.float32)}, tmp_path / "m")
+    packed = pack(tmp_path / "m", ask(preset="archive"))
+    assert inspect(packed).resumable
 
 
 def test_archive_keeps_weights_and_says_what_it_is(tmp_path: Path) -> None:

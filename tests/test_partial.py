@@ -32,7 +32,7 @@ from ckz.partial import (
     next_k,
     parse_policy,
 )
-from ckz.steps import step_of_name
+from ckz.steps import step_of
 
 LAYERS, EXPERTS, WIDTH, INNER = 2, 4, 16, 24
 
@@ -119,11 +119,14 @@ def test_nonsense_is_wrong_usage(text: str) -> None:
         ("model.safetensors", None),
         ("model-00001-of-00003.safetensors", None),
         ("w2v2.pt", None),
+        ("vit16.pt", None),
+        ("llama7b.pt", None),
+        ("mp_rank_00_model_states.pt", None),
         ("run 7.pt", 7),
     ],
 )
 def test_steps_in_names(name: str, step: int | None) -> None:
-    assert step_of_name(name) == step
+    assert step_of(name, {}) == step
 
 
 # -- snapshots -------------------------------------------------------------------------------------
@@ -273,6 +276,30 @@ def test_counts_choose_experts(run: Run, tmp_path: Path) -> None:
         (tmp_path / "tokens.json").write_text("[1, 2]")
         wrong = ["--partial", "experts:1", "--token-counts", bad]
         assert run("compress", "-f", "--base", base, *wrong, source).code == 2
+
+
+def test_a_new_expert_is_not_taken_for_another(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    name = "model.layers.{}.mlp.experts.{}.up_proj.weight"
+    first = {name.format(i, e): rng.normal(0, 1, (64, 32)) for i in range(2) for e in range(4)}
+    second = {n: x + 1 for n, x in first.items()} | {name.format(0, 4): rng.normal(0, 1, (64, 32))}
+    for step, arrays in ((1, first), (2, second)):
+        save(tmp_path / f"step_{step}", {n: x.astype(np.float32) for n, x in arrays.items()})
+    pipeline.compress(tmp_path / "step_1", tmp_path / "a.ckz")
+    packed = tmp_path / "b.ckz"
+    policy = parse_policy("experts:1")
+    pipeline.compress(tmp_path / "step_2", packed, base=tmp_path / "a.ckz", policy=policy)
+    pipeline.decompress(packed, tmp_path / "out", base=tmp_path / "a.ckz")
+    got = load_file(tmp_path / "out")[name.format(0, 4)]
+    assert np.array_equal(got, second[name.format(0, 4)].astype(np.float32))
+
+
+def test_options_without_effect_are_refused(run: Run, tmp_path: Path) -> None:
+    source = save(tmp_path / "step_1", model(1, stacked=True))
+    assert run("compress", source).code == 0
+    for wrong in (["--plt-limit", "3"], ["--partial", "priority:0.5", "--plt-limit", "3"]):
+        done = run("compress", "-f", "--base", f"{source}.ckz", *wrong, source)
+        assert done.code == 2
 
 
 def test_a_limit_of_lost_tokens_saves_more(tmp_path: Path) -> None:

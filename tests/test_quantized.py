@@ -114,3 +114,23 @@ def test_indices_come_back(values: list[int], scale: int, repeat: int) -> None:
 def test_small_indices_cost_less_than_a_bit() -> None:
     indices = (np.random.default_rng(0).random(1 << 16) < 0.02).astype(np.int32)
     assert 8 * len(encode_indices(indices)) / indices.size < 0.3
+
+
+@pytest.mark.parametrize("columns", [0, 1, 1 << 61, 1 << 62, 1 << 63, (1 << 64) - 1])
+def test_hostile_rows(columns: int) -> None:
+    payload = struct.pack("<QI", 5, 0) + encode_indices(np.zeros(1024, np.int32))
+    refs = [np.array([columns], "<u8").view("u1"), np.full(4, 1, "<f4").view("u1")]
+    out = np.empty(4096, np.uint8)
+    with contextlib.suppress(CorruptError):
+        Deadzone().decode(memoryview(payload), refs, out)
+
+
+def test_hostile_numbers() -> None:
+    indices = np.full(1024, 1 << 30, np.int32)
+    for bad in (indices, -indices, np.full(1024, -5, np.int32)):
+        payload = struct.pack("<QI", 0, 0) + encode_indices(bad)
+        table = np.ones(4, "<f4").view("u1")
+        base = np.zeros(4096, np.uint8)
+        for codec, refs in ((Lc(), [table, base]), (Cluster(), [table])):
+            with contextlib.suppress(CorruptError):
+                codec.decode(memoryview(payload), refs, np.empty(4096, np.uint8))

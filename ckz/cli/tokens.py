@@ -39,9 +39,13 @@ def read_tokens(text: str, source: Path) -> list[list[float]]:
             counts = np.array(json.loads(path.read_text(encoding="utf-8")))
         else:
             counts = _tensor(text, source)
-    except (ValueError, KeyError, UnicodeDecodeError) as err:
+    except (ValueError, KeyError, EOFError) as err:
         raise UsageError(f"--token-counts {text}: {err}") from err
-    if counts.dtype.kind not in "iuf" or counts.ndim not in (2, 3):
+    if (
+        not isinstance(counts, np.ndarray)
+        or counts.dtype.kind not in "iuf"
+        or counts.ndim not in (2, 3)
+    ):
         raise UsageError(f"--token-counts {text}: needs numbers, layers by experts")
     if counts.ndim == 3:
         step = step_of_name(source.name)

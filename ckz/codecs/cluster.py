@@ -66,7 +66,7 @@ class Cluster:
         """Give the value of each label and code."""
         table, numbers = _table(refs), unfold(indices)
         label = numbers // CODES
-        if int(label.max(initial=0)) >= len(table):
+        if numbers.size and not 0 <= int(label.min()) <= int(label.max()) < len(table):
             raise CorruptError("a cluster is not there")
         x: npt.NDArray[np.float32] = (numbers % CODES).astype(np.float32)
         x *= table[label, 1]

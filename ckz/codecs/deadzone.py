@@ -54,8 +54,11 @@ class Deadzone:
         column = first % columns if columns else 0
         if not columns or (column + n - 1) // columns >= steps.size:
             raise CorruptError("a quantized chunk has too few steps")
-        ends = np.minimum(np.arange(1, steps.size + 1, dtype=np.int64) * columns - column, n)
-        return np.repeat(steps, np.diff(ends, prepend=0))
+        # Python's integers, for a hostile number of columns would wrap others.
+        head = min(columns - column, n)
+        whole, rest = divmod(n - head, columns)
+        counts = [head] + [columns] * whole + [rest] * (rest > 0)
+        return np.repeat(steps[: len(counts)], counts)
 
     def indices(self, values: Floats, refs: Sequence[Bytes], first: int) -> Indices:
         """Give the steps between the base and each value."""

@@ -53,7 +53,7 @@ class Lc:
         """Add each bucket's representative."""
         table = np.concatenate([np.zeros(1, np.float32), _table(refs)])
         numbers = unfold(indices)
-        if int(numbers.max(initial=0)) >= table.size:
+        if numbers.size and not 0 <= int(numbers.min()) <= int(numbers.max()) < table.size:
             raise CorruptError("a bucket is not there")
         base = floats_of(refs[1:], self.dtype, indices.size)
         found: Floats = base + table[numbers]

@@ -21,7 +21,7 @@ second moment (arXiv 1804.04235), on logarithms; its use for lossless coding is 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -197,7 +197,7 @@ def sum_tops(top: npt.NDArray[np.int16], columns: int, first: int) -> Sums:
     return Sums(first // columns, rows, row_counts, by_column, column_counts)
 
 
-def make_model(sums: Sequence[Sums], rows: int, columns: int) -> Bytes:
+def make_model(sums: Iterable[Sums], rows: int, columns: int) -> Bytes:
     """Give the means of all rows, then of all columns, as int16 in bytes."""
     row_sums, row_counts = np.zeros((2, rows), np.int64)
     column_sums, column_counts = np.zeros((2, columns), np.int64)

@@ -90,6 +90,10 @@ def carry(fit: Fit, ask: Ask) -> Partial:
         for span, refs in fit.casts.items()
         if any(ref.span - len(fit.checkpoint.files) in soft for ref in refs)
     )
+    coarse = soft | casts
+    older: dict[int, list[Carried]] = {}
+    for item in before.carried:
+        older.setdefault(item.span, []).append(item)
     ranges: dict[int, list[tuple[int, int]]] = {}
     files = fit.checkpoint.files
     by_file: dict[str, int] = {}
@@ -97,7 +101,7 @@ def carry(fit: Fit, ask: Ask) -> Partial:
         for part in parts:
             path = files[fit.checkpoint.spans[part.span].file].path
             by_file.setdefault(path, 0)
-            saved = key in fresh or part.kind not in policy.kinds or part.span in soft | casts
+            saved = key in fresh or part.kind not in policy.kinds or part.span in coarse
             if saved or not _base(fit, part.span):
                 by_file[path] += part.nbytes
             else:
@@ -105,7 +109,7 @@ def carry(fit: Fit, ask: Ask) -> Partial:
     carried: list[Carried] = []
     for span, found in sorted(ranges.items()):
         joined = _joined(found)
-        carried += _aged(fit, span, joined, before)
+        carried += _aged(fit, span, joined, older, before.step)
         fit.files.snaps[span] = _carrying(fit, span, joined)
     nbytes = sum(item.nbytes for item in carried)
     return Partial(record, tuple(carried), sum(by_file.values()), nbytes, by_file, casts)
@@ -122,12 +126,15 @@ def _experts(fit: Fit, units: Units, ask: Ask, record: dict[str, Any]) -> set[Ke
     if ask.plt_limit is not None:
         k = max(int(before.partial.get("k", least)), least)
     seen = _counted(layers, ask.tokens)
+    # Without steps on both sides snapshots are counted.
+    by_step = step is not None and before.step is not None and step > before.step
+    now, then = (step, before.step) if by_step else (record["number"], record["number"] - 1)
+    part = float(then or 0) / float(now or 1)
     if not seen:
-        seen = dict.fromkeys(units, float(record["number"] if step is None else step))
+        seen = dict.fromkeys(units, float(now or 0))
     # A base that is whole has saved all that it had seen.
     saved = {(layer, expert): n for layer, expert, n in before.partial.get("saved", ())}
-    if not saved and before.step is not None and not ask.tokens:
-        saved = dict.fromkeys(units, float(before.step))
+    saved = saved or {key: part * n for key, n in seen.items()}
     if policy.choice == "load":
         unsaved = {key: seen[key] - saved.get(key, 0.0) for key in units} if ask.tokens else {}
         unsaved = unsaved or {key: _moved(fit, parts) for key, parts in units.items()}
@@ -165,13 +172,15 @@ def _base(fit: Fit, span: int) -> tuple[Ref, ...]:
     """Give what a span continues in the base, byte by byte; nothing if it does not."""
     lean = fit.leans.get(span)
     here = fit.checkpoint.spans[span]
-    if lean is None or lean.dtype != here.dtype or here.packed:
+    if lean is None or lean.dtype != here.dtype or here.packed or not lean.certain:
         return ()
     return lean.refs if sum(ref.nbytes for ref in lean.refs) == here.nbytes else ()
 
 
 def _moved(fit: Fit, parts: Sequence[Part]) -> float:
     """Give the squared norm of how far a unit's weights are from those in the base."""
+    if all(part.kind != "W" for part in parts):
+        return float("inf")
     moved = 0.0
     for part in parts:
         refs = _base(fit, part.span)
@@ -201,27 +210,32 @@ def _joined(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     return found
 
 
-def _aged(fit: Fit, span: int, ranges: Sequence[tuple[int, int]], before: Before) -> list[Carried]:
+def _aged(
+    fit: Fit,
+    span: int,
+    ranges: Sequence[tuple[int, int]],
+    carried: Mapping[int, Sequence[Carried]],
+    step: int | None,
+) -> list[Carried]:
     """Say how old carried ranges are, which the base may carry itself."""
     found = []
     for start, stop in ranges:
         for ref in cut(_base(fit, span), start, stop):
             older = [
                 (max(c.start, ref.start), min(c.start + c.nbytes, ref.start + ref.nbytes), c)
-                for c in before.carried
-                if c.span == ref.span
+                for c in carried.get(ref.span, ())
             ]
             at = ref.start
             pieces = []
             for low, high, item in sorted(p for p in older if p[0] < p[1]):
-                pieces.append((at, low, 1, before.step))
+                pieces.append((at, low, 1, step))
                 pieces.append((low, high, item.age + 1, item.step))
                 at = high
-            pieces.append((at, ref.start + ref.nbytes, 1, before.step))
-            for low, high, age, step in pieces:
+            pieces.append((at, ref.start + ref.nbytes, 1, step))
+            for low, high, age, saved in pieces:
                 if low < high:
                     place = start + low - ref.start
-                    found.append(Carried(span, place, high - low, age, step))
+                    found.append(Carried(span, place, high - low, age, saved))
             start += ref.nbytes
     return found
 

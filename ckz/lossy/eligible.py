@@ -60,7 +60,7 @@ def find_eligible(checkpoint: Checkpoint, *, dropped: bool = False) -> dict[int,
         if (
             span.packed
             or span.byteorder != "<"
-            or span.dtype not in WIDTHS
+            or span.dtype not in (WIDTHS if not dropped else (*WIDTHS, "float64"))
             or first.role not in _LOSSY
             or any(tensor.name in exact for tensor, _ in seen)
             or {(t.dtype, t.role, t.transform) for t, _ in seen} != {(span.dtype, first.role, "")}
@@ -72,7 +72,8 @@ def find_eligible(checkpoint: Checkpoint, *, dropped: bool = False) -> dict[int,
         # Parameters in a flattened partition are seen as vectors, and as what they are.
         whole = max(covering, key=lambda view: len(view[0].shape))
         vector = len(whole[0].shape) < 2 and span.nbytes < 4 * _MAX_VECTOR
-        if (vector or span.nbytes < SMALL) and not (dropped and first.role in _STATES):
+        drops = dropped and first.role in _STATES
+        if (vector or span.nbytes < SMALL or span.dtype not in WIDTHS) and not drops:
             continue
         n = span.nbytes // ITEMSIZE[span.dtype]
         sides = (

@@ -8,7 +8,7 @@ moments, which lean on the restored second ones.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial as bind
 from typing import NamedTuple
 
@@ -16,12 +16,12 @@ import numpy as np
 
 from ckz import codecs
 from ckz.chain import Snapshot
-from ckz.checkpoint import Checkpoint
+from ckz.checkpoint import Checkpoint, Piece, Tensor
 from ckz.codecs.cluster import Cluster
 from ckz.codecs.floats import WIDTHS, Bytes
 from ckz.codecs.lc import Lc
 from ckz.codecs.moments import MomentsMomentum, MomentsVariance
-from ckz.codecs.rowcol import make_model, sum_tops
+from ckz.codecs.rowcol import Sums, make_model, sum_tops
 from ckz.container import Loss, Ref
 from ckz.lossy import EXACT, Method, Methods
 from ckz.lossy.buckets import find_buckets
@@ -35,13 +35,16 @@ from ckz.lossy.restored import RestoredFiles, Snap
 from ckz.lossy.rounding import cast_of, drop, round_bits, round_relative, round_type
 from ckz.lossy.sampling import blocks, find_step, places
 from ckz.lossy.snapping import as_snap, cost_of, quantizer
-from ckz.lossy.steps import OFFSET, fit_steps
+from ckz.lossy.steps import OFFSET, fit_steps, value_range
 from ckz.matching import Lean
 from ckz.plan import Candidate
 from ckz.replaying import stem
+from ckz.roles import match_states
 from ckz.workers import Workers, in_order
 
 _DEFAULT_EPS = 1e-8
+# A sample is not all.
+_SAFELY = 0.95
 _HUGE = 1e30
 # Values may be anything, and what overflows is seen to afterwards.
 _QUIETLY = np.errstate(all="ignore")
@@ -135,10 +138,15 @@ def _cast_types(fit: Fit) -> dict[int, frozenset[str]]:
 def _fit_parameter(fit: Fit, item: Eligible, casts: frozenset[str]) -> tuple[int, Snap | None]:
     """Fit a weight or a master."""
     method = fit.methods.of(item.role)
+    if item.role == "master" and not casts:
+        # Of a master whose weight was not found, any 16-bit weight may be the cast.
+        casts = fit.halves
+        if casts and method != EXACT:
+            method = fit.methods.fallback if method.name != "bits" else method
     if method.name in ("lc", "deadzone") and not fit.base_of(item):
         method = fit.methods.fallback if item.dtype == "float32" and casts else EXACT
     if method.name == "weight":
-        method = Method(_SHORT[next(iter(casts))]) if casts else EXACT
+        method = Method(_SHORT[min(casts)]) if len(casts) == 1 else EXACT
     return item.span, _fit(fit, item, method, casts)
 
 
@@ -150,9 +158,9 @@ def _fit(fit: Fit, item: Eligible, method: Method, casts: frozenset[str]) -> Sna
     if name == "drop":
         return Snap(drop, str(method))
     if name == "bits":
-        if item.dtype != "float32" or len(casts) > 1:
+        if item.dtype != "float32":
             return None
-        return Snap(bind(round_bits, low=32 - int(value), casts=next(iter(casts), "")), str(method))
+        return Snap(bind(round_bits, low=32 - int(value), casts=tuple(sorted(casts))), str(method))
     if name == "pwrel":
         return Snap(bind(round_relative, dtype=item.dtype, bound=value), str(method))
     if name in _NARROW:
@@ -160,7 +168,9 @@ def _fit(fit: Fit, item: Eligible, method: Method, casts: frozenset[str]) -> Sna
             return None
         return Snap(bind(round_type, dtype=item.dtype, to=_NARROW[name]), str(method))
     if name == "lc":
-        return quantizer(fit, item, method, Lc(item.dtype), find_buckets(fit, item, int(value)))
+        table = find_buckets(fit, item, int(value))
+        # Nothing changed.
+        return quantizer(fit, item, method, Lc(item.dtype), table) if table.size else None
     if name == "cluster":
         return _fit_clusters(fit, item, method)
     return fit_steps(fit, item, method)
@@ -171,12 +181,17 @@ def _fit_cast(fit: Fit, item: Eligible) -> tuple[int, Snap | None]:
     refs = fit.casts[item.span]
     nfiles = len(fit.checkpoint.files)
     changed = [fit.files.snaps.get(ref.span - nfiles) for ref in refs]
-    if all(snap is None or snap.method.startswith("bits") for snap in changed):
+    same = all(snap is None or snap.method.startswith("bits") for snap in changed)
+    if same or fit.methods.master.name == "weight":
         return item.span, None
+    bound = fit.methods.of(item.role)
+    limit = bound.value * value_range(fit, item) if bound.name == "rel" else bound.value
 
     def replace(chunk: Bytes, at: int) -> None:
-        parts = [fit.read_ref(ref) for ref in cut(refs, 2 * at, 2 * (at + chunk.size))]
-        cast_of(np.concatenate(parts), chunk, dtype=item.dtype)
+        where = [*cut(refs, 2 * at, 2 * (at + chunk.size))]
+        was = np.concatenate([fit.read_original(ref) for ref in where])
+        now = np.concatenate([fit.read_ref(ref) for ref in where])
+        cast_of(was, now, chunk, dtype=item.dtype, kind=bound.name, limit=limit)
 
     return item.span, Snap(replace, "cast")
 
@@ -199,12 +214,13 @@ def _fit_variance(fit: Fit, item: Eligible) -> tuple[int, Snap | None]:
 
 
 def _with_means(fit: Fit, item: Eligible, method: Method, codec: MomentsVariance) -> Snap:
-    sums = []
-    for first, last in blocks(item.nbytes // WIDTHS[item.dtype], WIDTHS[item.dtype]):
-        base = fit.read_base(item, first, last) if codec.change else None
-        tops = codec.tops(fit.original(item, first, last), base)
-        sums.append(sum_tops(tops, item.columns, first))
-    model = make_model(sums, item.rows, item.columns)
+    def sums() -> Iterator[Sums]:
+        for first, last in blocks(item.nbytes // WIDTHS[item.dtype], WIDTHS[item.dtype]):
+            base = fit.read_base(item, first, last) if codec.change else None
+            tops = codec.tops(fit.original(item, first, last), base)
+            yield sum_tops(tops, item.columns, first)
+
+    model = make_model(sums(), item.rows, item.columns)
     source = fit.base_of(item) if codec.change else ()
     return quantizer(fit, item, method, codec, model, source=source)
 
@@ -219,16 +235,22 @@ class _MomentsStep(NamedTuple):
 
 def _pairs(fit: Fit) -> dict[int, Eligible]:
     """Give the second moment of each first one: of the same parameter, place by place."""
-    spans: dict[tuple[str, tuple[int, ...]], int] = {}
+    weight_of = match_states(fit.checkpoint.tensors)
+    spans: dict[tuple[object, ...], int] = {}
+
+    def key(tensor: Tensor, piece: Piece) -> tuple[object, ...]:
+        name = weight_of.get(tensor.name) or stem(tensor.name)
+        return name, tensor.shape, piece.start, piece.shape, piece.strides
+
     for tensor in fit.checkpoint.tensors:
         if tensor.role == "variance":
             for piece in tensor.pieces:
-                spans[stem(tensor.name), (*tensor.shape, *piece.start)] = piece.span
+                spans[key(tensor, piece)] = piece.span
     found = {}
     for tensor in fit.checkpoint.tensors:
         if tensor.role == "momentum":
             for piece in tensor.pieces:
-                other = spans.get((stem(tensor.name), (*tensor.shape, *piece.start)), -1)
+                other = spans.get(key(tensor, piece), -1)
                 first, second = fit.eligible.get(piece.span), fit.eligible.get(other)
                 if first and second and first[3:5] == second[3:5]:  # dtype and bytes
                     found[piece.span] = second
@@ -251,7 +273,8 @@ def _moments_step(fit: Fit, pairs: list[tuple[Eligible, Eligible]]) -> _MomentsS
             m, v = fit.original(first, low, high), fit.restored(second, low, high)
             update = np.abs(m.astype(np.float64)) / (np.sqrt(v.astype(np.float64)) + eps)
             sizes.append(update[np.isfinite(update) & (update > 0)])
-    step, lift = find_step(np.concatenate(sizes), method.value / 2, OFFSET / 100)
+    budget = _SAFELY * method.value / 2
+    step, lift = find_step(np.concatenate(sizes), budget, OFFSET / 100)
     return _MomentsStep(step, round(100 * lift), eps) if 0 < step < _HUGE else None
 
 
@@ -263,6 +286,9 @@ def _fit_momentum(
     if method.name != "moments":
         return item.span, _fit(fit, item, method, frozenset())
     if second is None or step is None:
+        # What an update is, nobody knows then, so no bound of it can be kept.
+        if fit.methods.preset == "exact":
+            return item.span, None
         # Momentum without a second moment, as SGD has it: in steps of its own rows.
         alone = Method("deadzone", method.value / 2)
         return item.span, fit_steps(fit, item, alone, source=())

@@ -20,6 +20,8 @@ from ckz.streams import CHUNK, Extent
 from ckz.values import doubles
 from ckz.workers import Workers, in_order
 
+_MOST = 1e300
+
 
 class Measured(NamedTuple):
     """A span's loss, and the CRC-32 of its bytes as they stand and as they will be restored."""
@@ -53,7 +55,9 @@ def _measure(checkpoint: Checkpoint, files: RestoredFiles, number: int, snap: Sn
             _add_errors(span.dtype, old, new, sums)
         before, after = zlib.crc32(old.data, before), zlib.crc32(new.data, after)
     errors, squares, largest = total(sums[0]), total(sums[1]), float(sums[3].max())
-    relative = (errors / squares) ** 0.5 if squares else 0.0
+    # Squares may overflow, or all be zero.
+    relative = (errors / squares) ** 0.5 if squares else float(errors > 0)
+    largest, relative = (x if x < _MOST else _MOST for x in (largest, relative))
     return Measured(Loss(number, snap.method, largest, relative), before, after)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -11,7 +12,7 @@ from ckz.chain import Snapshot
 from ckz.checkpoint import Checkpoint
 from ckz.codecs.floats import WIDTHS, Bytes, Floats, widen, words_of
 from ckz.codecs.quantized import floats_of
-from ckz.container import Ref
+from ckz.container import MAX_REFS, Ref
 from ckz.lossy import Methods
 from ckz.lossy.eligible import Eligible
 from ckz.lossy.restored import RestoredFiles
@@ -59,15 +60,20 @@ class Fit:
         with np.errstate(all="ignore"):
             return widen(item.dtype, words_of(item.dtype, data))
 
+    @cached_property
+    def halves(self) -> frozenset[str]:
+        """The 16-bit types of weights that there are."""
+        dtypes = {t.dtype for t in self.checkpoint.tensors if t.role == "weight" and t.pieces}
+        return frozenset(dtypes & {"bfloat16", "float16"})
+
     def base_of(self, item: Eligible) -> tuple[Ref, ...]:
         """Give what a span continues in the base, element by element; nothing if it does not."""
         lean = self.leans.get(item.span)
-        same = lean and lean.dtype == item.dtype
-        return (
-            lean.refs
-            if lean and same and sum(ref.nbytes for ref in lean.refs) == item.nbytes
-            else ()
-        )
+        if lean is None or lean.dtype != item.dtype or not lean.certain:
+            return ()
+        if len(lean.refs) > MAX_REFS // 2:  # more than a chunk could name
+            return ()
+        return lean.refs if sum(ref.nbytes for ref in lean.refs) == item.nbytes else ()
 
     def differences(self, item: Eligible, source: tuple[Ref, ...], first: int, last: int) -> Floats:
         """Read elements less those of the base, if there is a source in it."""
@@ -80,6 +86,13 @@ class Fit:
         width = WIDTHS[item.dtype]
         parts = [self.read_ref(ref) for ref in cut(self.base_of(item), first * width, last * width)]
         return floats_of(parts, item.dtype, last - first)
+
+    def read_original(self, ref: Ref) -> Bytes:
+        """Read a range of this checkpoint as it stands in the source."""
+        out = np.empty(ref.nbytes, np.uint8)
+        span = self.checkpoint.spans[ref.span - len(self.checkpoint.files)]
+        self.files.read_original([Extent(span.file, span.offset + ref.start, ref.nbytes)], out)
+        return out
 
     def read_ref(self, ref: Ref) -> Bytes:
         """Read a range of the base, or of this checkpoint as it will be restored."""

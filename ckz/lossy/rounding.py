@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
-import numpy.typing as npt
 
 from ckz.codecs.cast import round_to
-from ckz.codecs.floats import WIDTHS, Bytes, narrow, widen, words_of
+from ckz.codecs.floats import Bytes, narrow, widen, words_of
 
 _MANTISSA = {"float32": 23, "bfloat16": 7, "float16": 10}
 _MAGNITUDE = {4: 0x7FFFFFFF, 2: 0x7FFF}
@@ -17,12 +18,12 @@ def drop(chunk: Bytes, at: int) -> None:
     chunk[:] = 0
 
 
-def round_bits(chunk: Bytes, at: int, *, low: int, casts: str = "") -> None:
+def round_bits(chunk: Bytes, at: int, *, low: int, casts: Sequence[str] = ()) -> None:
     """Round float32 elements so that their ``low`` bits are zero.
 
     Parameters
     ----------
-    casts : a 16-bit type that the elements must round to as before: a weight beside its master is
+    casts : 16-bit types that the elements must round to as before: a weight beside its master is
         not stored, it is the cast of it.
     """
     bits = chunk.view("<u4")
@@ -35,12 +36,16 @@ def round_bits(chunk: Bytes, at: int, *, low: int, casts: str = "") -> None:
     keep |= (nearest & np.uint32(0x7FFFFFFF)) >= 0x7F800000
     keep |= (nearest & np.uint32(0x7FFFFFFF)) == 0
     made = np.where(keep, bits, nearest)
-    if casts:
-        # Of the two neighbours on the grid at least one is on the same side of a tie.
-        wanted = round_to(casts, bits).copy()
-        for other in (down, down + unit, bits):
-            off = np.flatnonzero(round_to(casts, made) != wanted)
+    # Of the two neighbours on the grid at least one is on the same side of a tie.
+    for other in (down, down + unit, bits):
+        for dtype in casts:
+            wanted = round_to(dtype, bits).copy()
+            off = np.flatnonzero(round_to(dtype, made) != wanted)
             made[off] = other[off]
+    # With two types, what was mended for one may be off for the other.
+    for dtype in casts:
+        off = np.flatnonzero(round_to(dtype, made).copy() != round_to(dtype, bits))
+        made[off] = bits[off]
     bits[:] = made
 
 
@@ -72,7 +77,22 @@ def round_type(chunk: Bytes, at: int, *, dtype: str, to: str) -> None:
     chunk.view(words.dtype)[:] = np.where(good, narrow(dtype, near), words)
 
 
-def cast_of(master: npt.NDArray[np.uint8], chunk: Bytes, *, dtype: str) -> None:
-    """Make elements the casts of float32 ones."""
-    assert WIDTHS[dtype] == 2
-    chunk.view("<u2")[:] = round_to(dtype, master.view("<u4"))
+def cast_of(was: Bytes, now: Bytes, chunk: Bytes, *, dtype: str, kind: str, limit: float) -> None:
+    """Make elements that were the casts of float32 ones the casts of what these become.
+
+    Parameters
+    ----------
+    kind, limit : a bound that the elements have to keep: ``abs`` and ``rel`` of an amount,
+        ``pwrel`` of a part; any other kind is none.
+    """
+    words = chunk.view("<u2")
+    before, after = widen(dtype, words), narrow(dtype, now.view(np.float32))
+    good = narrow(dtype, was.view(np.float32)) == words
+    good &= np.isfinite(before) & (before != 0)
+    near = widen(dtype, after)
+    good &= np.isfinite(near)
+    if kind in ("abs", "rel", "pwrel"):
+        old = before.astype(np.float64)
+        allowed = limit * np.abs(old) if kind == "pwrel" else limit
+        good &= np.abs(near.astype(np.float64) - old) <= allowed
+    words[:] = np.where(good, after, words)

@@ -41,7 +41,7 @@ def fit_steps(
     if method.name in ("abs", "rel"):
         bound = method.value
         if method.name == "rel":
-            bound *= _range(fit, item)
+            bound *= value_range(fit, item)
         width = float(np.float32(2 * bound * (1 - 2.0**-20)))
         if not (0 < width < math.inf):
             return None
@@ -113,7 +113,7 @@ def step_model(columns: int, steps: npt.NDArray[np.floating]) -> Bytes:
     return np.concatenate([head, steps.astype("<f4").view(np.uint8)])
 
 
-def _range(fit: Fit, item: Eligible) -> float:
+def value_range(fit: Fit, item: Eligible) -> float:
     """Give the distance from the smallest to the largest finite value."""
     low, high = math.inf, -math.inf
     for first, last in blocks(_elements(item), WIDTHS[item.dtype]):

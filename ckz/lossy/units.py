@@ -20,6 +20,8 @@ from ckz.streams import SMALL
 
 # Bytes of a block of float32 parameters.
 _BLOCK = 1 << 16
+# Of one tensor; no model has as many.
+_MAX_EXPERTS = 1 << 16
 _STATES = ("momentum", "variance")
 _DIGITS = re.compile(r"\d+")
 
@@ -41,10 +43,14 @@ Units = dict[Key, list[Part]]
 def _named(checkpoint: Checkpoint) -> Iterator[tuple[int, Tensor, str]]:
     """Give each tensor that fills a span, with the name of its weight."""
     weight_of = match_states(checkpoint.tensors)
+    exact = {tensor.name for tensor in checkpoint.tensors if tensor.role == "other"}
     seen = set()
     for tensor in checkpoint.tensors:
         span = whole_span(checkpoint, tensor)
         if span is None or span in seen or tensor.role == "other":
+            continue
+        # States of routers are saved as these are.
+        if weight_of.get(tensor.name) in exact:
             continue
         if tensor.role == "weight" or tensor.name in weight_of:
             seen.add(span)
@@ -125,7 +131,7 @@ def _stacked(
         digits = _DIGITS.findall(expert.layer)
         count = routers.get(digits[0] if digits else "", 0)
     elements = tensor.nbytes // ITEMSIZE[tensor.dtype]
-    if not count or elements % (count * len(layers)):
+    if not 0 < count * len(layers) <= _MAX_EXPERTS or elements % (count * len(layers)):
         return
     nbytes = tensor.nbytes // (count * len(layers))
     for place in range(count * len(layers)):
