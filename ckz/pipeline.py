@@ -49,6 +49,7 @@ OnProgress = Callable[[int, int, int], None]
 AnyPath = str | os.PathLike[str]
 # What a container takes besides chunks, about: at all, and for a tensor.
 _INDEX, _INDEX_ROW = 3000, 55
+_LOSSY_WORK = 12
 
 
 class NamedLoss(NamedTuple):
@@ -170,7 +171,8 @@ def compress(
         snapshot = stack.enter_context(open_snapshot(Path(base))) if base else None
         if snapshot and _anchors(snapshot, anchor):
             snapshot = None
-        kernels.enable(checkpoint.nbytes)
+        # Lossy methods compute for an element what takes exact ones a dozen.
+        kernels.enable(checkpoint.nbytes * (_LOSSY_WORK if methods.is_lossy else 1))
         workers = stack.enter_context(start_workers(threads, memory))
         files = stack.enter_context(RestoredFiles(checkpoint))
         leans = match_base(checkpoint, snapshot.checkpoint) if snapshot else {}

@@ -28,22 +28,23 @@ def round_bits(chunk: Bytes, at: int, *, low: int, casts: Sequence[str] = ()) ->
     """
     bits = chunk.view("<u4")
     unit = np.uint32(1 << low)
-    down = bits & ~(unit - np.uint32(1))
-    nearest = down + np.where(bits & (unit >> np.uint32(1)), unit, np.uint32(0))
+    mask = ~(unit - np.uint32(1))
+    nearest = (bits + (unit >> np.uint32(1))) & mask
     # Not into infinity, and not out of NaN.
     magnitude = bits & np.uint32(0x7FFFFFFF)
     keep = (magnitude >= 0x7F800000) | (magnitude == 0)
     keep |= (nearest & np.uint32(0x7FFFFFFF)) >= 0x7F800000
     keep |= (nearest & np.uint32(0x7FFFFFFF)) == 0
     made = np.where(keep, bits, nearest)
-    # Of the two neighbours on the grid at least one is on the same side of a tie.
-    for other in (down, down + unit, bits):
-        for dtype in casts:
-            wanted = round_to(dtype, bits).copy()
-            off = np.flatnonzero(round_to(dtype, made) != wanted)
-            made[off] = other[off]
-    # With two types, what was mended for one may be off for the other.
     for dtype in casts:
+        wanted = round_to(dtype, bits).copy()
+        off = np.flatnonzero(round_to(dtype, made) != wanted)
+        # Of the two neighbours on the grid at least one is on the same side of a tie.
+        down = bits[off] & mask
+        for other in (down, down + unit, bits[off]):
+            made[off] = np.where(round_to(dtype, made[off]) != wanted[off], other, made[off])
+    # With two types, what was mended for one may be off for the other.
+    for dtype in casts if len(casts) > 1 else ():
         off = np.flatnonzero(round_to(dtype, made).copy() != round_to(dtype, bits))
         made[off] = bits[off]
     bits[:] = made
