@@ -18,6 +18,7 @@ from resume_tasks import CLASSES, TASKS
 
 _COLOURS = {"stale": "#d55e00", "compact": "#0072b2", "resume": "#009e73"}
 _SMOOTH = 10
+_SEEDS = 5
 _MIXED = ("gpt", "moe")
 
 
@@ -226,7 +227,8 @@ def write(kept: Path) -> None:
     for (task, beta2), runs in read(kept).items():
         found = figures(runs, TASKS[task].resumed)
         title = f"{TASKS[task].name}, beta2 {beta2}, {len(runs)} seeds"
-        if beta2 == "0.95":
+        # Of fewer seeds nothing can be said.
+        if beta2 == "0.95" and len(runs) >= _SEEDS:
             all_bars += bars(task, found)
         if beta2 == "0.95" and task == "gpt":
             drawn = curves(task, runs[: resume_eval.LONG_SEEDS])
