@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ckz.checkpoint import ITEMSIZE, Checkpoint, Piece, Tensor
 from ckz.codecs.floats import WIDTHS
-from ckz.plan import sides_of
+from ckz.plan import MAX_COLUMNS, sides_of
 from ckz.roles import match_states
 from ckz.streams import SMALL
 
@@ -76,9 +76,9 @@ def find_eligible(checkpoint: Checkpoint, *, dropped: bool = False) -> dict[int,
         if (vector or span.nbytes < SMALL or span.dtype not in WIDTHS) and not drops:
             continue
         n = span.nbytes // ITEMSIZE[span.dtype]
-        sides = (
-            sides_of(_in_memory(whole[1])) if len(whole[0].shape) > 1 else (-(-n // _FLAT), _FLAT)
-        )
+        sides = sides_of(_in_memory(whole[1])) if len(whole[0].shape) > 1 else (1, n)
+        if not _MIN_COLUMNS <= sides[1] <= MAX_COLUMNS:
+            sides = -(-n // _FLAT), _FLAT
         found[number] = Eligible(number, first.name, first.role, span.dtype, span.nbytes, *sides)
     return found
 
