@@ -46,7 +46,8 @@ def mend_sums(
         If a span does not have the checksum that its file states now, unless ``accept_bad_crc``.
     """
     spans = list(checkpoint.spans)
-    changed: dict[int, list[tuple[int, int]]] = {}
+    # File -> (offset, bytes) of what changed, and its CRC-32.
+    changed: dict[int, dict[tuple[int, int], int]] = {}
     for number, found in measured.items():
         span = spans[number]
         stated = stated_crc32(span)
@@ -54,7 +55,7 @@ def mend_sums(
             raise bad_crc(checkpoint, number)
         if stated != -1:
             spans[number] = span._replace(crc32=found.after)
-        changed.setdefault(span.file, []).append((span.offset, span.offset + span.nbytes))
+        changed.setdefault(span.file, {})[span.offset, span.nbytes] = found.after
     for file, ranges in changed.items():
         own = [span for span in checkpoint.spans if span.file == file]
         gaps = skeleton_extents(file, checkpoint.files[file].size, own)
@@ -62,18 +63,25 @@ def mend_sums(
             # What lies inside another member comes before it.
             for member in sorted(_members(source, gaps), key=lambda m: m.stored):
                 end = member.offset + member.stored
-                if any(start < end and stop > member.offset for start, stop in ranges):
-                    _mend(source, file, member, files)
+                if any(at < end and at + nbytes > member.offset for at, nbytes in ranges):
+                    # Most members are one span, whose checksum was worked out with its errors.
+                    known = ranges.get((member.offset, member.stored))
+                    crc32 = _crc32(files, file, member) if known is None else known
+                    _mend(source, file, member, files, crc32)
     return replace(checkpoint, spans=tuple(spans))
 
 
-def _mend(source: Source, file: int, member: zips.Member, files: RestoredFiles) -> None:
-    """Patch the checksum of a member wherever it stands."""
+def _crc32(files: RestoredFiles, file: int, member: zips.Member) -> int:
     crc32 = 0
     for at in range(0, member.stored, CHUNK):
         data = np.empty(min(CHUNK, member.stored - at), np.uint8)
         files.read([Extent(file, member.offset + at, data.size)], data)
         crc32 = zlib.crc32(data.data, crc32)
+    return crc32
+
+
+def _mend(source: Source, file: int, member: zips.Member, files: RestoredFiles, crc32: int) -> None:
+    """Patch the checksum of a member wherever it stands."""
     stated = struct.pack("<I", crc32)
     files.patch(file, member.entry + 16, stated)
     if not member.flags & _FOLLOWS:

@@ -10,7 +10,6 @@ from ckz.codecs.cast import round_to
 from ckz.codecs.floats import Bytes, narrow, widen, words_of
 
 _MANTISSA = {"float32": 23, "bfloat16": 7, "float16": 10}
-_MAGNITUDE = {4: 0x7FFFFFFF, 2: 0x7FFF}
 
 
 def drop(chunk: Bytes, at: int) -> None:
