@@ -253,6 +253,15 @@ def test_a_small_second_moment_does_not_vanish(tmp_path: Path) -> None:
         assert np.abs(update / (1e-6 / (1e-6 + 1e-8)) - 1).max() < 0.3
 
 
+def test_moments_of_the_smallest_numbers(tmp_path: Path) -> None:
+    tiny = np.full((ROWS, COLUMNS), 1e-45, np.float32)
+    ones = np.random.default_rng(0).random((ROWS, COLUMNS)).astype(np.float32)
+    for m, v in ((tiny, ones), (ones, tiny), (tiny, tiny)):
+        moments = {"exp_avg": {"w": torch.from_numpy(m)}, "exp_avg_sq": {"w": torch.from_numpy(v)}}
+        before = {"model": {"w": torch.zeros(ROWS, COLUMNS)}, "optimizer": moments}
+        assert_rules(before, unpack(pack(save(tmp_path / "a.pt", before), ask(preset="resume"))))
+
+
 def test_moments_keep_their_budget(tmp_path: Path) -> None:
     before = state(1)
     for budget in (0.005, 0.1):

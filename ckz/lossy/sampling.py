@@ -104,6 +104,9 @@ def find_step(sizes: Doubles, budget: float, offset: float) -> tuple[float, floa
     while low <= high:
         middle = (low + high) // 2
         step = float(rounded(np.array([scale * 2.0 ** (middle / _FINENESS)]))[0])
+        if not step:  # below all float32 numbers
+            low = middle + 1
+            continue
         lift = _lift(sizes, step, offset)
         if total((quantize(sizes, step, offset, lift) - sizes) ** 2) <= budget * power:
             best, low = (step, lift), middle + 1
