@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -168,14 +168,18 @@ def _source_refs(
     source: Sequence[Ref], ratio: int, start: int, stop: int
 ) -> tuple[Ref, ...] | None:
     """Give the parts of ranges, ``ratio`` times as long, that these bytes derive from."""
-    found = []
+    found = tuple(cut(source, start * ratio, stop * ratio))
+    return found if len(found) <= MAX_REFS else None
+
+
+def cut(refs: Iterable[Ref], start: int, stop: int) -> Iterator[Ref]:
+    """Give the parts of ranges laid end to end that bytes from start to stop lie in."""
     at = 0
-    for ref in source:
-        low, high = max(start * ratio - at, 0), min(stop * ratio - at, ref.nbytes)
+    for ref in refs:
+        low, high = max(start - at, 0), min(stop - at, ref.nbytes)
         if low < high:
-            found.append(Ref(ref.span, ref.start + low, high - low, ref.where))
+            yield Ref(ref.span, ref.start + low, high - low, ref.where)
         at += ref.nbytes
-    return tuple(found) if len(found) <= MAX_REFS else None
 
 
 def estimate(stream: Stream, choice: Choice, read: ReadStream, read_ref: ReadRef) -> float:

@@ -11,9 +11,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckz.errors import UsageError
+
+if TYPE_CHECKING:
+    from ckz.chain import Before
+    from ckz.container import Carried
 
 KINDS = ("W", "O", "WO")
 _CHOICES = ("sequential", "load")
@@ -40,6 +45,44 @@ class Policy(NamedTuple):
         words += [self.choice] * (self.choice != "sequential")
         words += [self.kinds] * (self.kinds != "WO")
         return ":".join(words)
+
+
+class Ask(NamedTuple):
+    """What a partial snapshot is to be.
+
+    Attributes
+    ----------
+    step : of this checkpoint, or None.
+    tokens : that each expert, by the number of its layer and its own, has seen since the beginning
+        of training; None: all the same.
+    plt_limit : proportion of lost tokens beyond which more experts are saved.
+    """
+
+    policy: Policy
+    before: Before
+    step: int | None
+    tokens: Sequence[Sequence[float]] | None = None
+    plt_limit: float | None = None
+
+
+@dataclass(frozen=True)
+class Partial:
+    """What a partial snapshot carries.
+
+    Attributes
+    ----------
+    record : what the next one has to know, for the container's description.
+    fresh_nbytes, carried_nbytes : of the parts that could be carried: saved anew, and carried.
+    fresh_by_file : what of each file, so of each rank that wrote one, is saved anew.
+    casts : spans of 16-bit weights that follow masters which were coded coarsely.
+    """
+
+    record: dict[str, Any] = field(default_factory=dict)
+    carried: tuple[Carried, ...] = ()
+    fresh_nbytes: int = 0
+    carried_nbytes: int = 0
+    fresh_by_file: dict[str, int] = field(default_factory=dict)
+    casts: frozenset[int] = frozenset()
 
 
 def parse_policy(text: str) -> Policy:

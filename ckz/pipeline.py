@@ -35,10 +35,9 @@ from ckz.errors import CorruptError, IncompleteError, UnsupportedError, UsageErr
 from ckz.files import FileSet
 from ckz.formats import read_checkpoint
 from ckz.lossy import EXACTLY, Methods
-from ckz.lossy.carrying import Ask, Partial
 from ckz.lossy.restored import RestoredFiles
 from ckz.matching import Lean, match_base
-from ckz.partial import Policy
+from ckz.partial import Ask, Partial, Policy
 from ckz.plan import make_plan
 from ckz.replaying import Replay, find_replays
 from ckz.restore import Decoder, decode_all

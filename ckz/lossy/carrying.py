@@ -7,61 +7,22 @@ a chain the age goes back to where a part was last saved.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from ckz.chain import Before
+from ckz.choosing import cut
 from ckz.container import Carried, Ref
 from ckz.errors import UsageError
-from ckz.lossy.reading import Fit, cut
+from ckz.lossy.reading import Fit
 from ckz.lossy.restored import Bytes, Snap
 from ckz.lossy.sampling import total
 from ckz.lossy.softening import soften
 from ckz.lossy.units import Key, Part, Units, block_units, expert_units
-from ckz.partial import Policy, by_load, by_priority, in_turn, lost_tokens, next_k
+from ckz.partial import Ask, Partial, by_load, by_priority, in_turn, lost_tokens, next_k
 from ckz.streams import CHUNK, Extent
 from ckz.values import doubles
-
-
-class Ask(NamedTuple):
-    """What a partial snapshot is to be.
-
-    Attributes
-    ----------
-    step : of this checkpoint, or None.
-    tokens : that each expert, by the number of its layer and its own, has seen since the beginning
-        of training; None: all the same.
-    plt_limit : proportion of lost tokens beyond which more experts are saved.
-    """
-
-    policy: Policy
-    before: Before
-    step: int | None
-    tokens: Sequence[Sequence[float]] | None = None
-    plt_limit: float | None = None
-
-
-@dataclass(frozen=True)
-class Partial:
-    """What a partial snapshot carries.
-
-    Attributes
-    ----------
-    record : what the next one has to know, for the container's description.
-    fresh_nbytes, carried_nbytes : of the parts that could be carried: saved anew, and carried.
-    fresh_by_file : what of each file, so of each rank that wrote one, is saved anew.
-    casts : spans of 16-bit weights that follow masters which were coded coarsely.
-    """
-
-    record: dict[str, Any] = field(default_factory=dict)
-    carried: tuple[Carried, ...] = ()
-    fresh_nbytes: int = 0
-    carried_nbytes: int = 0
-    fresh_by_file: dict[str, int] = field(default_factory=dict)
-    casts: frozenset[int] = frozenset()
 
 
 def carry(fit: Fit, ask: Ask) -> Partial:

@@ -17,6 +17,7 @@ import numpy as np
 from ckz import codecs
 from ckz.chain import Snapshot
 from ckz.checkpoint import Checkpoint, Piece, Tensor
+from ckz.choosing import cut
 from ckz.codecs.cluster import Cluster
 from ckz.codecs.floats import WIDTHS, Bytes
 from ckz.codecs.lc import Lc
@@ -25,18 +26,19 @@ from ckz.codecs.rowcol import Sums, make_model, sum_tops
 from ckz.container import Loss, Ref
 from ckz.lossy import EXACT, Method, Methods
 from ckz.lossy.buckets import find_buckets
-from ckz.lossy.carrying import Ask, Partial, carry
+from ckz.lossy.carrying import carry
 from ckz.lossy.clusters import find_clusters
 from ckz.lossy.eligible import Eligible, find_eligible
 from ckz.lossy.measuring import measure_all
 from ckz.lossy.mending import mend_sums
-from ckz.lossy.reading import Fit, cut
+from ckz.lossy.reading import Fit
 from ckz.lossy.restored import RestoredFiles, Snap
 from ckz.lossy.rounding import cast_of, drop, round_bits, round_relative, round_type
 from ckz.lossy.sampling import blocks, find_step, places
 from ckz.lossy.snapping import as_snap, cost_of, quantizer
 from ckz.lossy.steps import OFFSET, fit_steps, value_range
 from ckz.matching import Lean
+from ckz.partial import Ask, Partial
 from ckz.plan import Candidate
 from ckz.replaying import stem
 from ckz.roles import match_states

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -10,6 +10,7 @@ import numpy as np
 
 from ckz.chain import Snapshot
 from ckz.checkpoint import Checkpoint
+from ckz.choosing import cut
 from ckz.codecs.floats import WIDTHS, Bytes, Floats, widen, words_of
 from ckz.codecs.quantized import floats_of
 from ckz.container import MAX_REFS, Ref
@@ -104,13 +105,3 @@ class Fit:
         span = self.checkpoint.spans[ref.span - len(self.checkpoint.files)]
         self.files.read([Extent(span.file, span.offset + ref.start, ref.nbytes)], out)
         return out
-
-
-def cut(refs: Iterable[Ref], start: int, stop: int) -> Iterator[Ref]:
-    """Give the parts of ranges laid end to end that bytes from start to stop lie in."""
-    at = 0
-    for ref in refs:
-        low, high = max(start - at, 0), min(stop - at, ref.nbytes)
-        if low < high:
-            yield Ref(ref.span, ref.start + low, high - low, ref.where)
-        at += ref.nbytes
