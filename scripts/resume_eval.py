@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -124,10 +123,18 @@ def evaluate(task: Task, seed: int, beta2: float, scratch: Path) -> dict[str, An
         }
         print(f"{task.name}, seed {seed}: {row.name}: {done.nbytes / raw:.4f} of raw", flush=True)
     if full:
-        done_chains = [*chained(task, saved, packed_base, scratch)]
+        links = (task.saved - task.base) // LINK
+        chains: dict[str, dict[str, Any]] = {
+            f"{preset}, end of a chain of {links}": {"methods": methods_of(preset)}
+            for preset in PRESETS
+        }
         if "experts" in task.name and seed < LONG_SEEDS:
-            done_chains += carried(task, saved, packed_base, scratch)
-        for name, done in done_chains:
+            chains |= {
+                f"partial {text}, end of a chain": {"policy": parse_policy(text)}
+                for text in PARTIAL
+            }
+        for name, options in chains.items():
+            done = chained(task, saved, packed_base, scratch, **options)
             losses = run(task, done.state, seed, task.resumed)
             found["rows"][name] = {"losses": losses, "nbytes": done.nbytes, "published": False}
         found["rows"]["resume, ten times in a row"] = {
@@ -138,45 +145,18 @@ def evaluate(task: Task, seed: int, beta2: float, scratch: Path) -> dict[str, An
     return found
 
 
-def chained(
-    task: Task, saved: dict[int, Path], base: Path, scratch: Path
-) -> Iterator[tuple[str, Saved]]:
+def chained(task: Task, saved: dict[int, Path], base: Path, scratch: Path, **options: Any) -> Saved:
     """Save every tenth step against the one before, and give the last."""
-    for preset in PRESETS:
-        before, nbytes = base, 0
-        for number, source in saved.items():
-            if number == task.base:
-                continue
-            link = scratch / f"{preset}_{number}.ckz"
-            methods = methods_of(preset)
-            report = pipeline.compress(
-                source, link, base=before, methods=methods, anchor=1000, force=True
-            )
-            before, nbytes = link, report.stored_nbytes
-        restored = scratch / "restored.pt"
-        pipeline.decompress(before, restored, force=True)
-        links = (task.saved - task.base) // LINK
-        yield f"{preset}, end of a chain of {links}", Saved(torch.load(restored), nbytes)
-
-
-def carried(
-    task: Task, saved: dict[int, Path], base: Path, scratch: Path
-) -> Iterator[tuple[str, Saved]]:
-    """Save parts of every tenth step, and give the last with what it carries."""
-    for text in PARTIAL:
-        before, nbytes = base, 0
-        for number, source in saved.items():
-            if number == task.base:
-                continue
-            link = scratch / f"partial_{number}.ckz"
-            policy = parse_policy(text)
-            report = pipeline.compress(
-                source, link, base=before, policy=policy, anchor=1000, force=True
-            )
-            before, nbytes = link, report.stored_nbytes
-        restored = scratch / "restored.pt"
-        pipeline.decompress(before, restored, force=True)
-        yield f"partial {text}, end of a chain", Saved(torch.load(restored), nbytes)
+    before, nbytes = base, 0
+    for number, source in saved.items():
+        if number == task.base:
+            continue
+        link = scratch / f"link_{number}.ckz"
+        report = pipeline.compress(source, link, base=before, anchor=1000, force=True, **options)
+        before, nbytes = link, report.stored_nbytes
+    restored = scratch / "restored.pt"
+    pipeline.decompress(before, restored, force=True)
+    return Saved(torch.load(restored), nbytes)
 
 
 def again(task: Task, last: Path, seed: int, scratch: Path) -> list[list[list[float]]]:
