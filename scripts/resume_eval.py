@@ -35,6 +35,11 @@ ROWS = [
     Row("resume", by_ckz(preset="resume")),
     Row("resume, with a base", by_ckz(preset="resume"), base=1),
     Row("compact", by_ckz(preset="compact"), base=1),
+    Row(
+        "compact, finer",
+        by_ckz(preset="compact", weights="deadzone:0.03", optimizer="moments:0.1"),
+        base=1,
+    ),
     Row("states: moments:0.1", by_ckz(optimizer="moments:0.1")),
     Row("states: moments:0.2", by_ckz(optimizer="moments:0.2")),
     Row("states: moments:0.4", by_ckz(optimizer="moments:0.4")),
@@ -62,11 +67,12 @@ ROWS = [
 # The rows that are run for longer, of the first seeds; all that are run with another beta2; all
 # that are run of later seeds; and all that are run of tasks other than the first.
 PRESETS = ("resume", "compact")
-LONG_SEEDS = 2
+LONG_SEEDS, FULL_SEEDS = 5, 2
 SHORT = ("resume", "compact", "states: moments:0.1", "states: cluster:16 (BitSnap)", "ExCP")
-OWN = ("resume", "resume, with a base", "compact")
+OWN = ("resume", "resume, with a base", "compact", "compact, finer")
 FEWER = (
-    *("resume", "resume, with a base", "compact", "states: cluster:16 (BitSnap)"),
+    *OWN,
+    "states: cluster:16 (BitSnap)",
     *("states: 8-bit block-wise", "lc:3 and cluster:16", "ExCP"),
 )
 
@@ -111,8 +117,8 @@ def evaluate(task: Task, seed: int, beta2: float, scratch: Path) -> dict[str, An
             "published": False,
         }
     for row in ROWS:
-        wanted = FEWER if task.fewer else [r.name for r in ROWS]
-        if row.name not in (SHORT if not full else OWN if seed >= LONG_SEEDS else wanted):
+        wanted = FEWER if task.fewer else OWN if seed >= FULL_SEEDS else [r.name for r in ROWS]
+        if row.name not in (wanted if full else SHORT):
             continue
         done = row.save(last, packed_base if row.base else None, scratch)
         steps = longer if row.name in PRESETS else task.resumed
@@ -128,7 +134,7 @@ def evaluate(task: Task, seed: int, beta2: float, scratch: Path) -> dict[str, An
             f"{preset}, end of a chain of {links}": {"methods": methods_of(preset)}
             for preset in PRESETS
         }
-        if "experts" in task.name and seed < LONG_SEEDS:
+        if "experts" in task.name and seed < FULL_SEEDS:
             chains |= {
                 f"partial {text}, end of a chain": {"policy": parse_policy(text)}
                 for text in PARTIAL

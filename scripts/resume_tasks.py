@@ -151,7 +151,7 @@ def _adamw(state: State, gradients: tuple[torch.Tensor | None, ...]) -> None:
 
 TASKS = {
     "gpt": _mixed(resume_models.GPT, base=160, saved=200, resumed=40, longer=200),
-    "moe": _mixed(resume_models.MOE, base=160, saved=200, resumed=40, longer=40, fewer=True),
+    "moe": _mixed(resume_models.MOE, base=160, saved=200, resumed=40, longer=200, fewer=True),
     "minilm": Task(
         "MiniLM fine-tune, 22.7 M",
         _begin_encoder,
@@ -159,7 +159,7 @@ TASKS = {
         base=30,
         saved=50,
         resumed=20,
-        longer=20,
+        longer=200,
         fewer=True,
     ),
 }
