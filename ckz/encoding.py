@@ -55,12 +55,18 @@ class Coded(NamedTuple):
 
 
 class Predicted(NamedTuple):
-    """What one stream would be coded with, and about how many bytes that makes."""
+    """What one stream would be coded with, and about how many bytes that makes.
+
+    Attributes
+    ----------
+    span : that the stream is of, if it is of one.
+    """
 
     role: str
     codec: str
     nbytes: int
     stored: float
+    span: int | None = None
 
 
 # A codec to try on a chunk, and what it leans on there.
@@ -124,7 +130,11 @@ class Encoder:
             seen.add(known)
             text = Same.name if again else choice.text
             cost = 0.0 if again else estimate(stream, choice, read, read_ref)
-            yield Predicted(self._role(stream), text, stream.nbytes, min(cost, stream.nbytes))
+            stored = min(cost, stream.nbytes)
+            span = stream.parts[0].span - len(self._checkpoint.files)
+            alone = len(stream.parts) == 1 and span >= 0
+            role = self._role(stream)
+            yield Predicted(role, text, stream.nbytes, stored, span if alone else None)
 
     def _role(self, stream: Stream) -> str:
         skeleton = stream.parts[0].span < len(self._checkpoint.files)

@@ -38,7 +38,7 @@ from ckz.lossy import EXACTLY, Methods
 from ckz.lossy.restored import RestoredFiles
 from ckz.matching import Lean, match_base
 from ckz.partial import Ask, Partial, Policy
-from ckz.plan import make_plan
+from ckz.plan import Plan, make_plan
 from ckz.replaying import Replay, find_replays
 from ckz.restore import Decoder, decode_all
 from ckz.steps import step_of
@@ -79,6 +79,7 @@ class Report:
     partial : of a partial snapshot its ``policy``, bytes ``fresh`` and ``carried``,
         ``fresh_by_file`` and their ``imbalance`` (how far the largest is above the mean), and for
         experts ``plt``, the proportion of tokens that would be lost; else empty.
+    mean_error : of what was chosen within a budget, as ``lossy.budgeting`` measures it.
     """
 
     source: str
@@ -94,6 +95,7 @@ class Report:
     losses: tuple[NamedLoss, ...] = ()
     resumable: bool = True
     partial: Mapping[str, Any] = field(default_factory=dict)
+    mean_error: float | None = None
 
 
 def compress(
@@ -179,14 +181,26 @@ def compress(
         step = step_of(source.name, checkpoint.numbers)
         losses: tuple[Loss, ...] = ()
         part = Partial()
+        mean_error = None
         replays: dict[int, Replay] = {}
+
+        def planned() -> Plan:
+            return make_plan(checkpoint, level, casts, leans, replays, codecs, files.candidates)
+
+        def predict() -> dict[int | None, float]:
+            encoder = Encoder(checkpoint, planned(), files, snapshot, accept_bad_crc=accept_bad_crc)
+            found: dict[int | None, float] = {None: float(_overhead(checkpoint))}
+            for one in encoder.predict(workers):
+                found[one.span] = found.get(one.span, 0.0) + one.stored
+            return found
+
         if methods.is_lossy or (policy and snapshot):
             from ckz.lossy.fitting import approximate
 
             ask = None
             if policy and snapshot:
                 ask = Ask(policy, snapshot.before, step, tokens, plt_limit)
-            restored, losses, part = approximate(
+            restored, losses, part, mean_error = approximate(
                 checkpoint,
                 methods,
                 files,
@@ -195,6 +209,7 @@ def compress(
                 casts,
                 workers,
                 partial=ask,
+                predict=predict,
                 accept_bad_crc=accept_bad_crc,
             )
         else:
@@ -207,18 +222,17 @@ def compress(
             part = Partial(like.meta["partial"], (*like.carried,))
             step = like.meta["step"]
             preset, resumable = like.meta["preset"], like.meta["resumable"]
-        plan = make_plan(checkpoint, level, casts, leans, replays, codecs, files.candidates)
         report = replace(
             _report(source, output, checkpoint, 0, began),
             losses=_named(checkpoint, losses),
             resumable=resumable,
             partial=_partial(part),
+            mean_error=mean_error,
         )
-        encoder = Encoder(restored, plan, files, snapshot, accept_bad_crc=accept_bad_crc)
+        encoder = Encoder(restored, planned(), files, snapshot, accept_bad_crc=accept_bad_crc)
         if dry_run:
             rows = _summary(encoder.predict(workers))
-            overhead = _INDEX + _INDEX_ROW * len(checkpoint.tensors)
-            stored = overhead + sum(row[3] for row in rows)
+            stored = _overhead(checkpoint) + sum(row[3] for row in rows)
             return replace(report, plan=rows, stored_nbytes=stored)
         stack.enter_context(atomic.explain_full_disk(target, state))
         mode = _mode(source, target)
@@ -265,6 +279,10 @@ def compress(
     )
 
 
+def _overhead(checkpoint: Checkpoint) -> int:
+    return _INDEX + _INDEX_ROW * len(checkpoint.tensors)
+
+
 def _partial(part: Partial) -> dict[str, Any]:
     if not part.record:
         return {}
@@ -282,9 +300,9 @@ def _partial(part: Partial) -> dict[str, Any]:
 def _summary(predicted: Iterable[Predicted]) -> tuple[tuple[str, str, int, int], ...]:
     """Total the bytes of each role and codec, before and after, largest first."""
     totals: dict[tuple[str, str], tuple[int, float]] = {}
-    for role, codec, nbytes, stored in predicted:
-        raw, coded = totals.get((role, codec), (0, 0.0))
-        totals[role, codec] = raw + nbytes, coded + stored
+    for one in predicted:
+        raw, coded = totals.get((one.role, one.codec), (0, 0.0))
+        totals[one.role, one.codec] = raw + one.nbytes, coded + one.stored
     rows = [(*key, raw, round(stored)) for key, (raw, stored) in totals.items()]
     return tuple(sorted(rows, key=lambda row: -row[2]))
 

@@ -67,9 +67,18 @@ def compress(
         typer.Option(
             metavar="BOUND",
             help="Let nothing be off by more: abs:E, rel:E (of a tensor's range), pwrel:E (of "
-            "each element), update:NMSE (of the optimizer's next step).",
+            "each element), update:NMSE (of the optimizer's next step); mean:NMSE (of changes and "
+            "next steps, on average) chooses a method for each tensor.",
         ),
     ] = "",
+    target_ratio: Annotated[
+        float,
+        typer.Option(
+            metavar="RATIO",
+            help="Make the whole so many times smaller, and choose for each tensor what may be "
+            "lost so that least is lost in all.",
+        ),
+    ] = 0.0,
     partial: Annotated[
         str,
         typer.Option(
@@ -96,6 +105,14 @@ def compress(
             help="Save twice as many experts once more tokens would be lost, e.g. 3.75.",
         ),
     ] = None,
+    auto: Annotated[
+        bool,
+        typer.Option(
+            "--auto",
+            help="Let samples choose everything, as they do where you say nothing; refuses what "
+            "chooses for them.",
+        ),
+    ] = False,
     codec: Annotated[
         list[str] | None,
         typer.Option(
@@ -142,13 +159,15 @@ def compress(
     names.check_combination(sources, to_stdout=to_stdout, as_json=as_json, keep=keep)
     targets = {} if to_stdout else names.targets(sources, output, names.compressed)
     choices = dict(_pair(text) for text in codec or ())
+    if auto and (codec or weights or optimizer or preset != "exact"):
+        raise UsageError("--auto chooses itself: leave out --codec, --preset and methods")
     longest = _anchor(anchor)
     from ckz import pipeline
     from ckz.container_read import is_container
     from ckz.lossy import methods_of
     from ckz.partial import parse_policy
 
-    methods = methods_of(preset, weights, optimizer, max_error)
+    methods = methods_of(preset, weights, optimizer, max_error, target_ratio)
     policy = parse_policy(partial) if partial else None
 
     def act(source: str) -> Report:
@@ -222,6 +241,7 @@ def _stdin_name(target: Path | None) -> str:
 def _summary(report: Report, *, dry_run: bool) -> str:
     raw, stored = report.raw_nbytes, report.stored_nbytes
     output = text.printable(names.display(report.output, names.STDOUT))
+    error = "" if report.mean_error is None else f", mean error {report.mean_error:.2g}"
     if dry_run:
         rows = [
             [role, text.size(raw), text.size(coded), text.saved(raw, coded), codec]
@@ -229,11 +249,11 @@ def _summary(report: Report, *, dry_run: bool) -> str:
         ]
         plan = "\n".join(text.table(["role", "size", "about", "saved", "codec"], rows, "<>>><"))
         about = text.change(raw, stored).replace("saved", "saves")
-        return f"{output}: would be written, about {about}\n{plan}"
+        return f"{output}: would be written, about {about}{error}\n{plan}"
     change, rate = text.change(raw, stored), text.rate(raw, report.seconds)
     carried = ""
     if report.partial:
         carried = f", {text.size(report.partial['carried'])} carried from the base"
         if len(report.partial["fresh_by_file"]) > 1:
             carried += f" (files differ by {100 * report.partial['imbalance']:.0f} %)"
-    return f"{output}: {change}{carried}{inexact(report)}, {report.seconds:.1f} s, {rate}"
+    return f"{output}: {change}{carried}{inexact(report)}{error}, {report.seconds:.1f} s, {rate}"

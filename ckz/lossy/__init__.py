@@ -38,6 +38,22 @@ class Method(NamedTuple):
 EXACT = Method("exact")
 
 
+class Budget(NamedTuple):
+    """What a whole checkpoint may cost; zero is no limit.
+
+    Attributes
+    ----------
+    ratio : how many times smaller it is to become, at the least error that allows.
+    error : largest mean error, at the fewest bytes; see ``budgeting``.
+    """
+
+    ratio: float = 0.0
+    error: float = 0.0
+
+
+UNLIMITED = Budget()
+
+
 @dataclass(frozen=True)
 class Methods:
     """The methods of all roles; ``preset`` names where they came from.
@@ -45,6 +61,7 @@ class Methods:
     Attributes
     ----------
     fallback : for weights and masters that have nothing to lean on, where their method needs that.
+    budget : decides the methods of all roles instead.
     """
 
     weight: Method = EXACT
@@ -52,12 +69,14 @@ class Methods:
     momentum: Method = EXACT
     variance: Method = EXACT
     fallback: Method = EXACT
+    budget: Budget = UNLIMITED
     preset: str = "exact"
 
     @property
     def is_lossy(self) -> bool:
         """Whether anything is."""
-        return {self.weight, self.master, self.momentum, self.variance} != {EXACT}
+        roles = {self.weight, self.master, self.momentum, self.variance}
+        return roles != {EXACT} or any(self.budget)
 
     @property
     def is_resumable(self) -> bool:
@@ -112,12 +131,17 @@ _BOUNDS: dict[str, tuple[float, float] | None] = {
     "rel": (0, 1),
     "pwrel": (0, 1),
     "update": (0, 1),
+    "mean": (0, 1),
 }
 _WHOLE = ("lc", "cluster")
 
 
 def methods_of(
-    preset: str = "exact", weights: str = "", optimizer: str = "", max_error: str = ""
+    preset: str = "exact",
+    weights: str = "",
+    optimizer: str = "",
+    max_error: str = "",
+    target_ratio: float = 0.0,
 ) -> Methods:
     """Give the methods that the options of a command ask for.
 
@@ -127,7 +151,9 @@ def methods_of(
     weights, optimizer : a method, e.g. ``lc:3``, instead of the preset's.
     max_error : a bound for all that has none otherwise: ``abs``, ``rel`` (of a tensor's range) or
         ``pwrel`` (of each element) and a number; or ``update`` and the largest normalized mean
-        squared error of the optimizer's next step.
+        squared error of the optimizer's next step; or ``mean`` and the same on average over all
+        parameters and their next steps.
+    target_ratio : how many times smaller the whole is to become; zero leaves that open.
 
     Raises
     ------
@@ -137,6 +163,17 @@ def methods_of(
     if preset not in PRESETS:
         raise UsageError(f"preset {preset!r} does not exist; there are {', '.join(PRESETS)}")
     methods = _PRESETS[preset]
+    mean = max_error.startswith("mean:")
+    if target_ratio or mean:  # not a number is no ratio either
+        if preset != "exact" or weights or optimizer or (target_ratio and max_error):
+            raise UsageError(
+                f"{'--target-ratio' if target_ratio else '--max-error mean'} chooses all methods; "
+                "leave out --preset, --weights, --optimizer and other bounds"
+            )
+        if target_ratio and not 1 < target_ratio < math.inf:
+            raise UsageError(f"--target-ratio {target_ratio:g}: give a number above 1")
+        error = 0.0 if target_ratio else parse(max_error, _BOUNDS, "--max-error").value
+        return replace(methods, budget=Budget(target_ratio, error))
     if max_error:
         methods = _bounded(methods, parse(max_error, _BOUNDS, "--max-error"))
     if weights:

@@ -16,7 +16,7 @@ import numpy as np
 
 from ckz import codecs
 from ckz.chain import Snapshot
-from ckz.checkpoint import Checkpoint, Piece, Tensor
+from ckz.checkpoint import Checkpoint
 from ckz.choosing import cut
 from ckz.codecs.cluster import Cluster
 from ckz.codecs.floats import WIDTHS, Bytes
@@ -26,11 +26,13 @@ from ckz.codecs.rowcol import Sums, make_model, sum_tops
 from ckz.container import Loss, Ref
 from ckz.lossy import EXACT, Method, Methods
 from ckz.lossy.buckets import find_buckets
+from ckz.lossy.budgeting import Predict, spend
 from ckz.lossy.carrying import carry
 from ckz.lossy.clusters import find_clusters
 from ckz.lossy.eligible import Eligible, find_eligible
 from ckz.lossy.measuring import measure_all
 from ckz.lossy.mending import mend_sums
+from ckz.lossy.pairing import eps_of, find_pairs
 from ckz.lossy.reading import Fit
 from ckz.lossy.restored import RestoredFiles, Snap
 from ckz.lossy.rounding import cast_of, drop, round_bits, round_relative, round_type
@@ -40,11 +42,8 @@ from ckz.lossy.steps import OFFSET, fit_steps, value_range
 from ckz.matching import Lean
 from ckz.partial import Ask, Partial
 from ckz.plan import Candidate
-from ckz.replaying import stem
-from ckz.roles import match_states
 from ckz.workers import Workers, in_order
 
-_DEFAULT_EPS = 1e-8
 # A sample is not all.
 _SAFELY = 0.95
 _HUGE = 1e30
@@ -52,6 +51,21 @@ _HUGE = 1e30
 _QUIETLY = np.errstate(all="ignore")
 _NARROW = {"fp16": "float16", "bf16": "bfloat16"}
 _SHORT = {dtype: name for name, dtype in _NARROW.items()}
+
+
+class Approximated(NamedTuple):
+    """What becomes of a checkpoint.
+
+    Attributes
+    ----------
+    checkpoint : with the checksums it will have.
+    error : the mean one, if there was a budget.
+    """
+
+    checkpoint: Checkpoint
+    losses: tuple[Loss, ...]
+    partial: Partial
+    error: float | None = None
 
 
 def approximate(
@@ -64,8 +78,9 @@ def approximate(
     workers: Workers,
     *,
     partial: Ask | None = None,
+    predict: Predict,
     accept_bad_crc: bool = False,
-) -> tuple[Checkpoint, tuple[Loss, ...], Partial]:
+) -> Approximated:
     """Decide what every tensor will be; ``files`` reads the checkpoint so from then on.
 
     Parameters
@@ -73,19 +88,24 @@ def approximate(
     leans : span -> what it continues in the base.
     casts : span -> the float32 ranges of this checkpoint that it is the cast of.
     partial : what is to be carried from the base.
-
-    Returns
-    -------
-    The checkpoint with the checksums it will have, what is lost, and what is carried.
+    predict : gives what would be stored of the checkpoint as ``files`` reads it now.
 
     Raises
     ------
+    BoundError
+        If a budget cannot be kept.
     CorruptError
         If a zip's checksum does not fit its data, unless ``accept_bad_crc``.
     """
     eligible = find_eligible(checkpoint, dropped=not methods.is_resumable)
     fit = Fit(checkpoint, methods, files, base, eligible, leans, casts)
-    _fit_all(fit, workers)
+    pairs = find_pairs(checkpoint, eligible)
+    fit_all = bind(_fit_all, pairs=pairs, workers=workers)
+    error = None
+    if any(methods.budget):
+        fit, error = spend(fit, pairs, workers, predict, fit_all)
+    else:
+        fit_all(fit)
     carried = Partial()
     if partial:
         carried = carry(fit, partial)
@@ -94,24 +114,22 @@ def approximate(
     measured = measure_all(checkpoint, files, workers)
     mended = mend_sums(checkpoint, files, measured, accept_bad_crc=accept_bad_crc)
     losses = tuple(found.loss for found in measured.values() if found.loss.largest)
-    return mended, losses, carried
+    return Approximated(mended, losses, carried, error)
 
 
-def _fit_all(fit: Fit, workers: Workers) -> None:
+def _fit_all(fit: Fit, *, pairs: Mapping[int, Eligible], workers: Workers) -> None:
     by_role: dict[str, list[Eligible]] = {}
     for item in fit.eligible.values():
         by_role.setdefault(item.role, []).append(item)
     jobs = [bind(_fit_variance, fit, item) for item in by_role.get("variance", ())]
-    casts = _cast_types(fit)
     parameters = [*by_role.get("master", ()), *by_role.get("weight", ())]
     jobs += [
-        bind(_fit_parameter, fit, item, casts.get(item.span, frozenset()))
+        bind(_fit_parameter, fit, item, fit.cast_types.get(item.span, frozenset()))
         for item in parameters
         if item.span not in fit.casts
     ]
     _keep(fit, in_order(workers, jobs))
     _keep(fit, (_fit_cast(fit, item) for item in parameters if item.span in fit.casts))
-    pairs = _pairs(fit)
     momenta = by_role.get("momentum", ())
     step = _moments_step(fit, [(m, pairs[m.span]) for m in momenta if m.span in pairs])
     jobs = [bind(_fit_momentum, fit, item, pairs.get(item.span), step) for item in momenta]
@@ -124,21 +142,11 @@ def _keep(fit: Fit, found: Iterable[tuple[int, Snap | None]]) -> None:
             fit.files.snaps[span] = snap
 
 
-def _cast_types(fit: Fit) -> dict[int, frozenset[str]]:
-    """Give the types that other spans are casts of each span to."""
-    found: dict[int, frozenset[str]] = {}
-    nfiles = len(fit.checkpoint.files)
-    for span, refs in fit.casts.items():
-        for ref in refs:
-            number = ref.span - nfiles
-            dtype = fit.checkpoint.spans[span].dtype
-            found[number] = found.get(number, frozenset()) | {dtype}
-    return found
-
-
 @_QUIETLY
 def _fit_parameter(fit: Fit, item: Eligible, casts: frozenset[str]) -> tuple[int, Snap | None]:
     """Fit a weight or a master."""
+    if own := fit.chosen.get(item.span):
+        return item.span, _fit(fit, item, own, casts)
     method = fit.methods.of(item.role)
     if item.role == "master" and not casts:
         # Of a master whose weight was not found, any 16-bit weight may be the cast.
@@ -235,38 +243,13 @@ class _MomentsStep(NamedTuple):
     eps: float
 
 
-def _pairs(fit: Fit) -> dict[int, Eligible]:
-    """Give the second moment of each first one: of the same parameter, place by place."""
-    weight_of = match_states(fit.checkpoint.tensors)
-    spans: dict[tuple[object, ...], int] = {}
-
-    def key(tensor: Tensor, piece: Piece) -> tuple[object, ...]:
-        name = weight_of.get(tensor.name) or stem(tensor.name)
-        return name, tensor.shape, piece.start, piece.shape, piece.strides
-
-    for tensor in fit.checkpoint.tensors:
-        if tensor.role == "variance":
-            for piece in tensor.pieces:
-                spans[key(tensor, piece)] = piece.span
-    found = {}
-    for tensor in fit.checkpoint.tensors:
-        if tensor.role == "momentum":
-            for piece in tensor.pieces:
-                other = spans.get(key(tensor, piece), -1)
-                first, second = fit.eligible.get(piece.span), fit.eligible.get(other)
-                if first and second and first[3:5] == second[3:5]:  # dtype and bytes
-                    found[piece.span] = second
-    return found
-
-
 @_QUIETLY
 def _moments_step(fit: Fit, pairs: list[tuple[Eligible, Eligible]]) -> _MomentsStep | None:
     """Choose the step of all first moments from a sample of the updates."""
     method = fit.methods.momentum
     if method.name != "moments" or not pairs:
         return None
-    numbers = [v for path, v in fit.checkpoint.numbers.items() if path.endswith((".eps", "_eps"))]
-    eps = min((v for v in numbers if 0 < v < 1), default=_DEFAULT_EPS)
+    eps = eps_of(fit.checkpoint)
     sizes = []
     share = max(1, sum(first.nbytes for first, _ in pairs) >> 22)
     for first, second in pairs:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -14,7 +14,7 @@ from ckz.choosing import cut
 from ckz.codecs.floats import WIDTHS, Bytes, Floats, widen, words_of
 from ckz.codecs.quantized import floats_of
 from ckz.container import MAX_REFS, Ref
-from ckz.lossy import Methods
+from ckz.lossy import Method, Methods
 from ckz.lossy.eligible import Eligible
 from ckz.lossy.restored import RestoredFiles
 from ckz.matching import Lean
@@ -30,6 +30,7 @@ class Fit:
     eligible : span -> what may be approximated.
     leans : span -> what it continues, bytes by bytes, in the base.
     casts : span -> the float32 ranges of this checkpoint that it is the cast of.
+    chosen : span -> its method, where that is not the one of its role.
     """
 
     checkpoint: Checkpoint
@@ -39,6 +40,18 @@ class Fit:
     eligible: Mapping[int, Eligible]
     leans: Mapping[int, Lean]
     casts: Mapping[int, tuple[Ref, ...]]
+    chosen: Mapping[int, Method] = field(default_factory=dict)
+
+    @cached_property
+    def cast_types(self) -> dict[int, frozenset[str]]:
+        """The types that other spans are casts of each span to."""
+        found: dict[int, frozenset[str]] = {}
+        for span, refs in self.casts.items():
+            for ref in refs:
+                number = ref.span - len(self.checkpoint.files)
+                dtype = self.checkpoint.spans[span].dtype
+                found[number] = found.get(number, frozenset()) | {dtype}
+        return found
 
     def original(self, item: Eligible, first: int, last: int) -> Floats:
         """Read elements as they stand in the source."""

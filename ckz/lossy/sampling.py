@@ -25,6 +25,8 @@ _LANES = 128
 # Steps that are tried: powers of two of so many parts, around the root mean square.
 _FINENESS = 64
 _SMALLEST, _LARGEST = -16 * _FINENESS, 4 * _FINENESS
+# Larger indices are as rare as this one.
+_MOST = (1 << 16) - 1
 
 
 def total(values: npt.NDArray[np.floating]) -> float:
@@ -82,6 +84,14 @@ def quantize(sizes: Doubles, step: float, offset: float, lift: float) -> Doubles
     """Give what a quantizer with a dead zone makes of magnitudes."""
     index = np.floor(sizes / step + offset)
     return np.where(index > 0, (index + lift) * step, 0.0)
+
+
+def entropy(indices: Doubles) -> float:
+    """Give the bits of an index of this magnitude, sign included."""
+    counts = np.bincount(np.minimum(indices, _MOST).astype(np.int64))
+    share = counts[counts > 0] / indices.size
+    signs = 1 - counts[0] / indices.size
+    return float(-(share * np.log2(share)).sum() + signs)
 
 
 def find_step(sizes: Doubles, budget: float, offset: float) -> tuple[float, float]:

@@ -14,7 +14,7 @@ from ckz.codecs.deadzone import Deadzone
 from ckz.codecs.floats import WIDTHS
 from ckz.lossy import Method
 from ckz.lossy.reading import Fit
-from ckz.lossy.sampling import Doubles, places, rounded, total
+from ckz.lossy.sampling import Doubles, entropy, places, rounded, total
 from ckz.lossy.snapping import quantizer
 from ckz.lossy.steps import OFFSET, step_model
 from ckz.lossy.units import Units
@@ -72,16 +72,8 @@ def _find_step(sizes: Doubles, bits: float) -> float:
     while low <= high:
         middle = (low + high) // 2
         step = float(rounded(np.array([scale * 2.0 ** (middle / _FINENESS)]))[0])
-        if step and _entropy(np.floor(sizes / step + OFFSET / 100)) <= bits:
+        if step and entropy(np.floor(sizes / step + OFFSET / 100)) <= bits:
             best, high = step, middle - 1
         else:
             low = middle + 1
     return best
-
-
-def _entropy(indices: Doubles) -> float:
-    """Give the bits of an index of this magnitude, sign included."""
-    _, counts = np.unique(indices, return_counts=True)
-    share = counts / indices.size
-    signs = 1 - float(share[0]) if not indices.min() else 1.0
-    return float(-(share * np.log2(share)).sum()) + signs
