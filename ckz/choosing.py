@@ -23,9 +23,11 @@ Bytes = npt.NDArray[np.uint8]
 ReadStream = Callable[[int, Bytes], None]
 ReadRef = Callable[[Ref], Bytes]
 
-# Candidates are compared on a few pieces of this size, all over the stream.
+# Candidates are compared on a few pieces of this size, all over the stream; on one if it is not
+# long, for a base that is compressed itself has to be decoded for it.
 _SAMPLE = CHUNK // 16
 _SAMPLES = 3
+_LONG = 16 * CHUNK
 # What derives nearly everything from something else is not compared with codecs that store it.
 _GOOD_ENOUGH = 0.15
 
@@ -81,7 +83,7 @@ def choose(
     for candidate in candidates:
         last = candidate is candidates[-1]
         choice = plain if last else prepare(stream, candidate, read, workers, model_span)
-        cost = estimate(stream, choice, read, read_ref)
+        cost = estimate(stream, choice, read, read_ref, _SAMPLES if stream.nbytes > _LONG else 1)
         if cost < least:
             best, least = choice, cost
         if least < _GOOD_ENOUGH * stream.nbytes:
@@ -182,10 +184,12 @@ def cut(refs: Iterable[Ref], start: int, stop: int) -> Iterator[Ref]:
         at += ref.nbytes
 
 
-def estimate(stream: Stream, choice: Choice, read: ReadStream, read_ref: ReadRef) -> float:
+def estimate(
+    stream: Stream, choice: Choice, read: ReadStream, read_ref: ReadRef, pieces: int = _SAMPLES
+) -> float:
     """Estimate the stream's size under a choice."""
     sampled = stored = 0
-    for start, chunk in samples(stream, read):
+    for start, chunk in samples(stream, read, pieces):
         refs = choice.refs(start, start + chunk.size)
         if refs is None:
             return float("inf")
@@ -199,11 +203,14 @@ def estimate(stream: Stream, choice: Choice, read: ReadStream, read_ref: ReadRef
     return stored / sampled * stream.nbytes + model
 
 
-def samples(stream: Stream, read: ReadStream) -> Iterator[tuple[int, Bytes]]:
+def samples(
+    stream: Stream, read: ReadStream, pieces: int = _SAMPLES
+) -> Iterator[tuple[int, Bytes]]:
     """Read pieces from all over a stream."""
     size = min(_SAMPLE, stream.nbytes)
     last = stream.nbytes - size
-    for start in sorted({last * k // (_SAMPLES - 1) // 16 * 16 for k in range(_SAMPLES)}):
+    places = {last * (2 * k + 1) // (2 * pieces) // 16 * 16 for k in range(pieces)}
+    for start in sorted(places):
         chunk = np.empty(size, np.uint8)
         read(start, chunk)
         yield start, chunk
