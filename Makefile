@@ -66,6 +66,7 @@ bench: $(READY) data ## measure codecs and whole commands; with the rivals after
 evidence: build/formats/ready data ## train, stop, compress, restore, resume (an hour); recovery after crashes
 	build/formats/bin/python scripts/resume_eval.py
 	build/formats/bin/python scripts/recovery.py
+	build/formats/bin/python scripts/partial_eval.py
 
 peers: $(READY) ## install rivals for `make bench` and `ckz bench --peers`, each in its own venv
 	$(BIN)/python scripts/peers.py
