@@ -74,7 +74,7 @@ import os
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -94,6 +94,7 @@ from ckz.checkpoint import (
     contiguous_strides,
 )
 from ckz.errors import CorruptError
+from ckz.retrying import retried
 from ckz.streams import CHUNK, Part, parts_of
 
 MAGIC = CKZ_MAGIC
@@ -296,7 +297,8 @@ class Container:
         """
         row = self.chunks[chunk]
         data = bytearray(int(row["stored"]))
-        got = os.preadv(self.fd, [data], int(self.places[chunk])) if data else 0
+        at = int(self.places[chunk])
+        got = retried(partial(os.preadv, self.fd, [data], at)) if data else 0
         if got != len(data) or xxhash.xxh3_64_intdigest(data) != int(row["checksum"]):
             raise CorruptError(f"{self.path}: {self.describe(chunk)}: checksum mismatch")
         return memoryview(data)
@@ -338,7 +340,7 @@ def digest_outside(fd: int, length: int, extents: Sequence[tuple[int, int]]) -> 
     at = USER_BLOCK
     for start, nbytes in [*extents, (length, 0)]:
         while at < start:
-            data = os.pread(fd, min(start - at, 1 << 20), at)
+            data = retried(partial(os.pread, fd, min(start - at, 1 << 20), at))
             if not data:
                 raise CorruptError("the file ends early")
             digest.update(data)

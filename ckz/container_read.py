@@ -11,6 +11,7 @@ import os
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ from ckz.container import (
     digest_outside,
 )
 from ckz.errors import CorruptError, UnsupportedError
+from ckz.retrying import retried
 from ckz.streams import CHUNK
 
 # Longer ones no file system takes.
@@ -122,7 +124,7 @@ def _read(path: Path, fd: int) -> Container:
 
 
 def _read_user_block(path: Path, fd: int, length: int) -> tuple[int, bytes, int]:
-    block = os.pread(fd, USER_BLOCK + 8, 0)
+    block = retried(partial(os.pread, fd, USER_BLOCK + 8, 0))
     looks_like = block.startswith(MAGIC) or block[USER_BLOCK:] == HDF5_MAGIC
     if len(block) < USER_BLOCK and (block[:8] == MAGIC[: len(block)] or path.suffix == ".ckz"):
         raise CorruptError(f"{path}: truncated: {length} bytes are too few for a .ckz file")
@@ -149,7 +151,7 @@ def _read_extents(path: Path, fd: int, length: int, at: int, count: int) -> npt.
     nbytes = 16 * count
     if (at < USER_BLOCK and count) or at + nbytes > length:
         raise CorruptError(f"{path}: the table of payloads lies outside the file")
-    extents = np.frombuffer(os.pread(fd, nbytes, at), "<u8").reshape(-1, 2)
+    extents = np.frombuffer(retried(partial(os.pread, fd, nbytes, at)), "<u8").reshape(-1, 2)
     previous = USER_BLOCK
     for start, size in extents.tolist():
         if start < previous or start + size > length or (start < at + nbytes and start + size > at):
@@ -174,7 +176,7 @@ def _read_datasets(path: Path, fd: int, length: int) -> dict[str, bytes]:
                 offset, nbytes = dset.id.get_offset(), dset.shape[0]
                 if nbytes and (offset is None or offset + nbytes > length):
                     raise CorruptError(f"{path}: dataset {name!r} lies outside the file")
-                blobs[name] = os.pread(fd, nbytes, offset) if nbytes else b""
+                blobs[name] = retried(partial(os.pread, fd, nbytes, offset)) if nbytes else b""
                 if len(blobs[name]) != nbytes:
                     raise CorruptError(f"{path}: dataset {name!r} is cut short")
     except (OSError, KeyError, RuntimeError, ValueError) as err:

@@ -7,6 +7,7 @@ import json
 import os
 import struct
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ from ckz.container import (
     file_digest,
 )
 from ckz.errors import UnsupportedError
+from ckz.retrying import retried
 from ckz.streams import CHUNK, Stream
 
 _PAYLOAD_TARGET = 16 << 20
@@ -102,7 +104,7 @@ class Writer:
         for item in data:
             view = memoryview(item)
             while view:
-                done = os.pwrite(self._fd, view, at)
+                done = retried(partial(os.pwrite, self._fd, view, at))
                 at += done
                 view = view[done:]
         return offset or 0, nbytes

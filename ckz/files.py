@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import Self
@@ -13,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckz.errors import ChangedError
+from ckz.retrying import retried
 from ckz.streams import Extent
 
 _OPEN_AT_ONCE = 64
@@ -64,7 +66,7 @@ class FileSet:
             fd = self._acquire(file)
             try:
                 while at < stop:
-                    got = os.preadv(fd, [view[at:stop]], offset)
+                    got = retried(partial(os.preadv, fd, [view[at:stop]], offset))
                     if got == 0:
                         raise ChangedError(f"{self._paths[file]}: became shorter while it was read")
                     at += got
@@ -85,7 +87,7 @@ class FileSet:
             fd = self._acquire(file)
             try:
                 while at < stop:
-                    done = os.pwrite(fd, view[at:stop], offset)
+                    done = retried(partial(os.pwrite, fd, view[at:stop], offset))
                     at += done
                     offset += done
             finally:

@@ -11,9 +11,11 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from ckz.errors import CorruptError
+from ckz.retrying import retried
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class Source:
                 f"{self.name}: needs bytes {offset} to {offset + nbytes}, "
                 f"but there are only {self.size}; the file is truncated or damaged"
             )
-        data = os.pread(self.fd, nbytes, self.start + offset)
+        data = retried(partial(os.pread, self.fd, nbytes, self.start + offset))
         if len(data) == nbytes:
             return data
         out = bytearray(nbytes)
@@ -56,7 +58,8 @@ class Source:
         """Fill ``out`` from ``offset``; loops, for one pread moves at most 2 GiB."""
         done = 0
         while done < len(out):
-            got = os.preadv(self.fd, [out[done:]], self.start + offset + done)
+            where = self.start + offset + done
+            got = retried(partial(os.preadv, self.fd, [out[done:]], where))
             if got == 0:
                 raise CorruptError(
                     f"{self.name}: ends at byte {offset + done}, "

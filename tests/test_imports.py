@@ -24,7 +24,8 @@ UNSAFE = {"pickle", "_pickle", "dill", "joblib", "shelve", "marshal"}
 # The lower layers, and all that each may lean on.
 LAYERS = {
     "errors": set(),
-    "source": {"errors"},
+    "retrying": set(),
+    "source": {"errors", "retrying"},
     "checkpoint": {"errors"},
     "kernels": {"errors"},
     "codecs": {"errors", "checkpoint", "kernels"},

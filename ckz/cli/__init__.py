@@ -12,7 +12,18 @@ from typing import Annotated
 
 import typer
 
-from ckz.cli import bench, compress, decompress, diff, inspect, rebase, stopping, verify
+from ckz.cli import (
+    bench,
+    compress,
+    decompress,
+    diff,
+    inspect,
+    prune,
+    rebase,
+    stopping,
+    verify,
+    watch,
+)
 from ckz.cli.outcome import discard_stdout, report_error
 from ckz.errors import CkzError
 
@@ -54,6 +65,8 @@ for _command in (
     verify.verify,
     bench.bench,
     rebase.rebase,
+    prune.prune,
+    watch.watch,
 ):
     app.command()(_command)
 

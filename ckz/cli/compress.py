@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from ckz.cli import names, options, progress, removal, streams, text
+from ckz import removal
+from ckz.cli import names, options, progress, streams, text
 from ckz.cli.outcome import configure, each, inexact, print_result, report_to_json, tell
 from ckz.cli.tokens import read_tokens
 from ckz.errors import CkzError, UsageError
@@ -161,7 +162,7 @@ def compress(
     choices = dict(_pair(text) for text in codec or ())
     if auto and (codec or weights or optimizer or preset != "exact"):
         raise UsageError("--auto chooses itself: leave out --codec, --preset and methods")
-    longest = _anchor(anchor)
+    longest = anchor_of(anchor)
     from ckz import pipeline
     from ckz.container_read import is_container
     from ckz.lossy import methods_of
@@ -226,7 +227,8 @@ def _pair(text: str) -> tuple[str, str]:
     return role, name
 
 
-def _anchor(text: str) -> int | None:
+def anchor_of(text: str) -> int | None:
+    """Read how many snapshots may lean on each other; None decides by their bytes."""
     if text != "auto" and not text.isdecimal():
         raise UsageError(f"--anchor {text}: write auto or a number")
     return None if text == "auto" else int(text)

@@ -6,7 +6,8 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ckz.cli import names, options, progress, removal, streams, text
+from ckz import removal
+from ckz.cli import names, options, progress, streams, text
 from ckz.cli.outcome import configure, each, inexact, report_to_json, tell
 from ckz.errors import UsageError
 

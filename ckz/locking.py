@@ -1,0 +1,130 @@
+"""One lock for a directory of checkpoints: whoever removes or replaces anything in it holds it.
+
+The lock is a file that is made only where none is, which works on every file system, network ones
+included. It names host and process; on its own host a lock whose process has ended is stale and is
+taken over. Of another host's nobody here can tell, so it stands until it is removed by hand.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ckz.errors import LockedError
+
+NAME = ".ckz-lock"
+_PAUSE = 0.1
+# A lock is a line; more than that is somebody else's file.
+_LONGEST = 4096
+
+
+@contextmanager
+def locked(directory: Path, *, wait: float = 0.0) -> Iterator[None]:
+    """Hold the lock of a directory.
+
+    Parameters
+    ----------
+    wait : seconds to wait for another process to give it back.
+
+    Raises
+    ------
+    LockedError
+        If it is held then.
+    """
+    path = directory / NAME
+    own = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "began": _began("self")})
+    until = time.monotonic() + wait
+    while not _take(path, own):
+        held = _read(path)
+        if held is not None and _stale(held):
+            _take_away(path, held)
+            continue
+        if time.monotonic() >= until:
+            raise LockedError(f"{directory}: {_describe(held)} (remove {NAME} if that is over)")
+        time.sleep(_PAUSE)
+    try:
+        yield
+    finally:
+        if _read(path) == own:
+            path.unlink(missing_ok=True)
+
+
+def _take(path: Path, own: str) -> bool:
+    """Make the lock, with its text in it from the start."""
+    draft = path.with_name(f"{NAME}.{secrets.token_hex(4)}.ckz-tmp")
+    try:
+        draft.write_text(own)
+        try:
+            os.link(draft, path)
+        except FileExistsError:
+            return False
+        except OSError:
+            # No hard links here: whoever makes the file has the lock, whatever is in it so far.
+            with contextlib.suppress(FileExistsError):
+                fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+                with os.fdopen(fd, "w") as file:
+                    file.write(own)
+                return True
+            return False
+        return True
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _take_away(path: Path, held: str) -> None:
+    """Remove a stale lock, but no other that has come in its place."""
+    aside = path.with_name(f"{NAME}.{secrets.token_hex(4)}.ckz-tmp")
+    try:
+        path.rename(aside)
+    except FileNotFoundError:
+        return
+    if _read(aside) != held:
+        with contextlib.suppress(FileExistsError):
+            os.link(aside, path)
+    aside.unlink()
+
+
+def _read(path: Path) -> str | None:
+    try:
+        with path.open() as file:
+            return file.read(_LONGEST)
+    except FileNotFoundError:
+        return None
+    except UnicodeDecodeError:
+        return ""
+
+
+def _fields(text: str | None) -> tuple[str, int, str]:
+    try:
+        found = json.loads(text or "")
+        return str(found["host"]), int(found["pid"]), str(found["began"])
+    except (ValueError, KeyError, TypeError):
+        return "", 0, ""
+
+
+def _stale(text: str) -> bool:
+    """Tell whether the process that holds a lock ended; its number may be another's by now."""
+    host, pid, began = _fields(text)
+    return host == socket.gethostname() and pid > 0 and _began(str(pid)) != began
+
+
+def _began(process: str) -> str:
+    """Give when a process started, in ticks since the machine did; empty if there is none."""
+    try:
+        text = Path(f"/proc/{process}/stat").read_text()
+    except OSError:
+        return ""
+    # The name in parentheses may hold anything.
+    return text.rpartition(")")[2].split()[19]
+
+
+def _describe(text: str | None) -> str:
+    host, pid, _ = _fields(text)
+    return f"process {pid} on {host} holds it" if host else "another process holds it"
