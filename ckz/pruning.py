@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import NamedTuple
@@ -75,7 +75,7 @@ class Action(NamedTuple):
 
 def group(
     entries: Sequence[Entry], *, order: str, now: float, min_age: float
-) -> tuple[list[Saved], list[Entry]]:
+) -> tuple[list[Saved], list[Saved]]:
     """Join entries of the same step; give these, oldest first, and what has no place in the order.
 
     Parameters
@@ -101,7 +101,13 @@ def group(
     found.sort(key=lambda s: (s.time, s.step or 0, s.name) if by_time else (s.step or 0, s.name))
     if order == "auto":
         _check_order([s for s in found if not s.fault])
-    return found, others
+    return found, [_alone(entry, names) for entry in sorted(others, key=lambda e: e.name)]
+
+
+def _alone(entry: Entry, names: Mapping[str, str]) -> Saved:
+    bases = tuple(names[b] for b in entry.base if b in names)
+    fault = entry.fault or "no number of a series"
+    return Saved(entry.name, entry.step, entry.time, (entry,), fault, bases)
 
 
 def _name_of(entries: Sequence[Entry]) -> str:
@@ -141,7 +147,7 @@ def _date(time: float) -> str:
 
 def make_plan(
     saved: Sequence[Saved],
-    others: Iterable[Entry],
+    others: Sequence[Saved],
     policy: Policy,
     now: float,
     *,
@@ -157,7 +163,7 @@ def make_plan(
     Parameters
     ----------
     saved : oldest first.
-    others : entries without a place in the order.
+    others : what has no place in the order.
     metrics, tags : by name of a saved state.
     pinned : by name, why it stays as it is whatever the policy says.
     optimizer_last : so many of the newest keep their optimizer states; None: all.
@@ -189,13 +195,13 @@ def make_plan(
         kept = {s.name: s.reasons or ("no rule",) for s in snapshots}
     else:
         kept = retention.keep(policy, snapshots, now)
-    # What cannot be counted may lean on something all the same.
-    for broken in (s for s in saved if s.fault):
-        for base in broken.bases:
-            kept.setdefault(base, (f"{_BASE}{broken.name}",))
+    # What is not counted may lean on something all the same.
+    for left in (*(s for s in saved if s.fault), *others):
+        for base in left.bases:
+            kept[base] = (*kept.get(base, ()), f"{_BASE}{left.name}")
     kept = retention.close(kept, snapshots)
     found = []
-    for s in reversed(saved):
+    for s in (*reversed(saved), *others):
         if s.fault:
             found.append(Action(s, "leave", (s.fault,)))
         elif s.name in kept:
@@ -205,9 +211,6 @@ def make_plan(
     if rebase:
         found = _rebased(found)
     found = _changed(found, pinned, now, optimizer_last, ageings)
-    for entry in sorted(others, key=lambda e: e.name):
-        alone = Saved(entry.name, entry.step, entry.time, (entry,), entry.fault)
-        found.append(Action(alone, "leave", (entry.fault or "no number of a series",)))
     return found
 
 

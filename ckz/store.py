@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -274,12 +274,10 @@ def _lacking(root: Path, entries: Sequence[Entry]) -> list[Entry]:
     faults = {}
     for group in kinds.values():
         have = {e.name: {_kind(n) for n in _files(str(root / e.name))} for e in group}
-        if len(group) < 3:
-            continue
-        for entry in group:
-            others = [names for name, names in have.items() if name != entry.name]
-            lacks = set.intersection(*others) - have[entry.name]
-            if lacks:
+        counts = Counter(name for names in have.values() for name in names)
+        common = {name for name, count in counts.items() if count >= len(group) - 1}
+        for entry in group if len(group) > 2 else ():
+            if lacks := common - have[entry.name]:
                 faults[entry.name] = f"lacks {min(lacks)}, which all others have"
     return [replace(e, fault=faults.get(e.name, e.fault)) for e in entries]
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from safetensors.numpy import save_file
 
@@ -75,3 +78,28 @@ def contents(root: Path) -> dict[str, bytes]:
 def names(root: Path) -> list[str]:
     """Name what is in a directory, hidden things too."""
     return sorted(p.name for p in root.iterdir())
+
+
+class Crash(BaseException):
+    """The machine stops here."""
+
+
+def crash_at(number: int, monkeypatch: pytest.MonkeyPatch) -> Callable[[], bool]:
+    """Stop at the n-th step that changes a directory; tell whether it came to that."""
+    count = [0]
+
+    def breaking(act: Callable[..., Any]) -> Callable[..., Any]:
+        def either(*arguments: Any, **options: Any) -> Any:
+            count[0] += 1
+            if count[0] == number:
+                raise Crash
+            if count[0] > number:  # nothing happens any more, whatever would still be tidied up
+                raise Crash
+            return act(*arguments, **options)
+
+        return either
+
+    for name in ("rename", "replace", "unlink", "rmdir"):
+        monkeypatch.setattr(Path, name, breaking(getattr(Path, name)))
+    monkeypatch.setattr(shutil, "rmtree", breaking(shutil.rmtree))
+    return lambda: count[0] >= number

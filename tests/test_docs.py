@@ -63,7 +63,7 @@ def examples() -> list[str]:
         match[0]
         for line in lines
         for match in re.finditer(r"(?<![\w.])ckz (?:\w+)(?: [^|>#;]*)?", line)
-        if line.startswith(("$", "ckz", "0", "ssh"))
+        if line.startswith(("$", "ckz", "0", "10", "srun", "ssh"))
     ]
 
 
@@ -74,8 +74,8 @@ def test_there_are_examples() -> None:
 @pytest.mark.parametrize("example", examples())
 def test_examples_parse(example: str) -> None:
     _, name, *arguments = shlex.split(example)
-    # xargs adds the files to some; diff takes two.
-    added = [] if name == "diff" else ["--", "file"]
+    # xargs adds the files to some; diff takes two, watch one.
+    added = [] if name in ("diff", "watch") else ["--", "file"]
     COMMANDS[name].make_context(name, [*arguments, *added])
 
 

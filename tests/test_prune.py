@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import pytest
 import torch
 from conftest import Run
 from safetensors.numpy import load_file
-from stores import HOUR, START, contents, names, save, save_trainer
+from stores import HOUR, START, Crash, contents, crash_at, names, save, save_trainer
 
 from ckz import pipeline, rotating
 from ckz.locking import NAME
@@ -393,31 +392,6 @@ def test_no_directory(run: Run, tmp_path: Path) -> None:
     assert run("prune", tmp_path, "--keep-last", "1").code == 0
 
 
-class Crash(BaseException):
-    """The machine stops here."""
-
-
-def crash_at(number: int, monkeypatch: pytest.MonkeyPatch) -> Callable[[], bool]:
-    """Stop at the n-th step that changes a directory; tell whether it came to that."""
-    count = [0]
-
-    def breaking(act: Callable[..., Any]) -> Callable[..., Any]:
-        def either(*arguments: Any, **options: Any) -> Any:
-            count[0] += 1
-            if count[0] == number:
-                raise Crash
-            if count[0] > number:  # nothing happens any more, whatever would still be tidied up
-                raise Crash
-            return act(*arguments, **options)
-
-        return either
-
-    for name in ("rename", "replace", "unlink", "rmdir"):
-        monkeypatch.setattr(Path, name, breaking(getattr(Path, name)))
-    monkeypatch.setattr(shutil, "rmtree", breaking(shutil.rmtree))
-    return lambda: count[0] >= number
-
-
 @pytest.mark.parametrize("what", ["remove", "thin", "rebase"])
 def test_crashes_lose_nothing(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
@@ -498,3 +472,15 @@ def _check_restores(root: Path, what: str) -> None:
     assert 3 in there
     if what != "rebase":
         assert 2 in there
+
+
+def test_what_has_no_number_keeps_its_base(run: Run, tmp_path: Path) -> None:
+    chain(tmp_path, range(1, 4))
+    (tmp_path / "step_2.pt.ckz").rename(tmp_path / "mine.ckz")
+    (tmp_path / "step_3.pt.ckz").unlink()
+    for step in (5, 6):
+        save(tmp_path, f"step_{step}.pt", step)
+    found = prune(run, tmp_path, "--keep-last", "1", "--rebase")
+    assert left(tmp_path) == ["mine.ckz", "step_1.pt.ckz", "step_6.pt"]
+    why = {c["name"]: c["reasons"] for c in found["checkpoints"]}
+    assert why["step_1.pt"] == ["base of mine.ckz"]

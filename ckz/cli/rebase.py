@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from ckz.pipeline import Report
 
 
+# Seconds for another ckz to finish in the directory.
+_WAIT = 60.0
+
+
 def rebase(
     sources: options.Containers,
     base: Annotated[
@@ -41,9 +45,13 @@ def rebase(
     if (base is None) != full:
         raise UsageError("give either --base PATH or --full")
     from ckz import pipeline
+    from ckz.locking import locked
 
     def act(source: str) -> Report:
-        with progress.bar(source, wanted=not (no_progress or quiet)) as on_bytes:
+        with (
+            locked(Path(source).resolve().parent, wait=_WAIT),
+            progress.bar(source, wanted=not (no_progress or quiet)) as on_bytes,
+        ):
             before = Path(source).stat().st_size
             report = pipeline.rebase(
                 source,
