@@ -210,8 +210,7 @@ def make_plan(
             found.append(Action(s, "remove", ("no rule keeps it",)))
     if rebase:
         found = _rebased(found)
-    found = _changed(found, pinned, now, optimizer_last, ageings)
-    return found
+    return _changed(found, pinned, now, optimizer_last, ageings)
 
 
 def _only_base(action: Action) -> bool:
