@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import SHARED
+import torch
+from conftest import SHARED, Run
 
 from ckz.casts import find_casts
 from ckz.chain import open_snapshot
@@ -78,3 +80,34 @@ def test_choices_are_nearly_the_best(corpus: Path, based: bool) -> None:
                 chosen += cost(found, stream.nbytes, read, read_ref)
                 best += min(cost([c, each[-1]], stream.nbytes, read, read_ref) for c in each)
             assert chosen <= 1.01 * best, name
+
+
+def test_auto_finds_casts_repeats_and_the_optimizers_step(run: Run, tmp_path: Path) -> None:
+    """A tied embedding saved twice, weights that are casts of masters, one step of AdamW apart."""
+    torch.manual_seed(0)
+    masters = [torch.randn(128, 96, requires_grad=True), torch.randn(96, 64, requires_grad=True)]
+    optimizer = torch.optim.AdamW(masters, 1e-3, foreach=False)
+
+    def save(step: int) -> Path:
+        for p in masters:
+            p.grad = torch.randn(p.shape) * 1e-3
+        optimizer.step()
+        names = ("embed.weight", "proj.weight")
+        weights = {n: p.detach().bfloat16() for n, p in zip(names, masters, strict=True)}
+        weights["head.weight"] = weights["embed.weight"].clone()
+        state = optimizer.state_dict()
+        own = {n: p.detach().clone() for n, p in zip(names, masters, strict=True)}
+        path = tmp_path / f"step_{step}.pt"
+        torch.save({"model": weights, "optimizer": state, "fp32_master": own}, path)
+        return path
+
+    for step in range(1, 4):
+        save(step)
+    base, last = save(4), save(5)
+    report = json.loads(run("compress", "--auto", "--json", "-n", last, "--base", base).out)
+    by_role: dict[str, set[str]] = {}
+    for role, codec, _, _ in report["results"][0]["plan"]:
+        by_role.setdefault(role, set()).add(codec.partition(":")[0])
+    assert "adam-variance" in by_role["variance"]
+    assert "adam-weight" in by_role["master"] | by_role["weight"]
+    assert {"cast", "same"} <= by_role["weight"] | by_role["master"]
