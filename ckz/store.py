@@ -16,6 +16,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy.typing as npt
 
 from ckz.checkpoint import Checkpoint, uncollected
 from ckz.container import Container
@@ -24,6 +27,8 @@ from ckz.errors import CkzError
 from ckz.formats import read_checkpoint
 from ckz.retrying import retried
 from ckz.steps import step_of, step_of_name
+
+Digests = npt.NDArray[Any]
 
 PIN = ".keep"
 TRASH = ".ckz-trash-"
@@ -85,8 +90,7 @@ def list_entries(root: Path, *, marker: str | None = None) -> list[Entry]:
     """
     with uncollected():
         looked = [(name, _look(root, name, marker)) for name in _names(root, "")]
-    found = {name: seen for name, seen in looked if seen is not None}
-    entries = _find_bases({name: seen[0] for name, seen in found.items()}, found)
+    entries = _find_bases({name: seen for name, seen in looked if seen is not None})
     entries = _numbered(_lacking(root, entries))
     return sorted(entries, key=lambda e: (e.step is None, e.step or 0, e.name))
 
@@ -120,6 +124,8 @@ def _is_run(names: Sequence[str]) -> bool:
     """Tell whether a directory of these has checkpoints in it and is none itself."""
     kinds: dict[str, set[int]] = defaultdict(set)
     for name in names:
+        if "." in name and not _is_data(name.removesuffix(".ckz")):
+            continue  # such as the custom_checkpoint_0.pkl that a checkpoint consists of
         if (step := step_of_name(name)) is not None:
             kinds[_kind(name)].add(step)
     return any(len(steps) > 1 for steps in kinds.values())
@@ -159,11 +165,16 @@ def _is_data(name: str) -> bool:
     return name.endswith(_DATA)
 
 
-_Seen = tuple[Entry, frozenset[bytes], frozenset[bytes], str]
+class _Seen(NamedTuple):
+    """An entry, the digests that its .ckz holds and needs, and its base's recorded name."""
+
+    entry: Entry
+    holds: Digests | None = None
+    needs: Digests | None = None
+    recorded: str = ""
 
 
 def _look(root: Path, name: str, marker: str | None) -> _Seen | None:
-    """Look at one entry: also the digests it holds and needs, and its base's recorded name."""
     path = root / name
     try:
         stats = retried(partial(Footprint, path))
@@ -202,7 +213,7 @@ def _look_at_source(path: Path, name: str, stats: Footprint, marker: str | None)
     if marker and stats.is_directory and not (path / marker).exists():
         fault = fault or f"no {marker} in it"
     entry = replace(_entry(name, stats, step, fault), states_nbytes=states)
-    return entry, frozenset(), frozenset(), ""
+    return _Seen(entry)
 
 
 def _states_nbytes(checkpoint: Checkpoint) -> int:
@@ -217,7 +228,7 @@ def _look_at_container(path: Path, name: str, stats: Footprint) -> _Seen:
     except CkzError as err:
         fault = str(err).removeprefix(f"{path}: ")
         entry = replace(_entry(name, stats, named, fault), packed=True)
-        return entry, frozenset(), frozenset(), ""
+        return _Seen(entry)
 
 
 def _from_container(container: Container, name: str, stats: Footprint, named: int | None) -> _Seen:
@@ -234,31 +245,60 @@ def _from_container(container: Container, name: str, stats: Footprint, named: in
         full_nbytes=base["full_nbytes"] if base else container.nbytes,
         states_nbytes=_states_nbytes(checkpoint),
     )
-    has = container.spans["digest"][len(container.files) : container.models]
-    needs = container.base_spans["digest"] if base else ()
-    holds = frozenset(d.tobytes() for d in has)
-    wants = frozenset(d.tobytes() for d in needs)
-    return entry, holds, wants, Path(base["name"]).name if base and wants else ""
+    # Copies, for the tables they are cut out of are large.
+    holds = container.spans["digest"][len(container.files) : container.models].copy()
+    needs = container.base_spans["digest"].copy() if base and len(container.base_spans) else None
+    return _Seen(entry, holds, needs, Path(base["name"]).name if base else "")
 
 
-def _find_bases(entries: Mapping[str, Entry], seen: Mapping[str, _Seen]) -> list[Entry]:
+def _find_bases(seen: Mapping[str, _Seen]) -> list[Entry]:
     """Find what each .ckz leans on: a .ckz by content, anything else by the recorded name."""
+    anywhere = _holders(seen)
     found = []
-    for name, entry in entries.items():
-        _, _, wants, recorded = seen[name]
-        if not wants:
+    for name, (entry, _, needs, recorded) in seen.items():
+        if needs is None:
             found.append(entry)
             continue
-        folder = name.rpartition("/")[0]
-        names = [f"{folder}/{n}" if folder else n for n in (recorded, f"{recorded}.ckz")]
-        known = [n for n in names if n in seen and n != name and wants <= seen[n][1]]
-        known = known or [n for n in seen if n != name and wants <= seen[n][1]]
-        plain = [recorded, recorded.removesuffix(".ckz")]
-        raw = [f"{folder}/{p}" if folder else p for p in plain]
-        known = known or [n for n in raw if n in entries and not entries[n].packed]
+        folder = f"{name.rpartition('/')[0]}/".lstrip("/")
+        first = needs[0].tobytes()
+        packed = [f"{folder}{recorded}", f"{folder}{recorded}.ckz", *anywhere.get(first, ())]
+        known = [n for n in packed if n != name and n in seen and _has_all(seen[n].holds, needs)]
+        sources = [f"{folder}{recorded}", f"{folder}{recorded.removesuffix('.ckz')}"]
+        known += [n for n in sources if n in seen and not seen[n].entry.packed]
         fault = entry.fault or ("" if known else f"its base, {recorded}, is not here")
         found.append(replace(entry, base=tuple(known[:1]), fault=fault))
+    return _broken_chains(found)
+
+
+def _broken_chains(entries: Sequence[Entry]) -> list[Entry]:
+    """Mark what leans on something incomplete, however far away."""
+    known = {entry.name: entry for entry in entries}
+    waiting = list(known)
+    while waiting:
+        broken = {name for name in waiting if known[name].fault}
+        waiting = [e.name for e in known.values() if not e.fault and broken & {*e.base}]
+        for name in waiting:
+            fault = f"its base, {known[name].base[0]}, is not complete"
+            known[name] = replace(known[name], fault=fault)
+    return list(known.values())
+
+
+def _holders(seen: Mapping[str, _Seen]) -> dict[bytes, list[str]]:
+    """Give the .ckz files that hold the first digest which any of them needs."""
+    firsts = {s.needs[0].tobytes() for s in seen.values() if s.needs is not None}
+    found: dict[bytes, list[str]] = defaultdict(list)
+    for name, one in seen.items() if firsts else ():
+        for digest in _as_set(one.holds) & firsts:
+            found[digest].append(name)
     return found
+
+
+def _has_all(holds: Digests | None, needs: Digests) -> bool:
+    return _as_set(needs) <= _as_set(holds)
+
+
+def _as_set(digests: Digests | None) -> set[bytes]:
+    return set() if digests is None else {digest.tobytes() for digest in digests}
 
 
 def _kind(name: str) -> str:

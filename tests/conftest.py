@@ -73,6 +73,7 @@ def run(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> I
 
     def run(*arguments: object) -> Result:
         monkeypatch.setattr(sys, "argv", ["ckz", *map(str, arguments)])
+        monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)  # main sets its own
         capfd.readouterr()
         with pytest.raises(SystemExit) as ended:
             ckz.cli.main()

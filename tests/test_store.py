@@ -248,3 +248,17 @@ def test_sizes_are_those_on_disk(tmp_path: Path) -> None:
     assert listed(tmp_path)["checkpoint-1"].nbytes == total
     age(path, START)
     assert listed(tmp_path)["checkpoint-1"].changed == START
+
+
+def test_faults_go_through_chains(tmp_path: Path) -> None:
+    before = None
+    for step in range(1, 5):
+        path = save(tmp_path, f"step_{step}.pt", step)
+        pipeline.compress(path, f"{path}.ckz", base=before)
+        path.unlink()
+        before = f"{path}.ckz"
+    (tmp_path / "step_2.pt.ckz").write_bytes(b"")
+    faults = {name: e.fault for name, e in listed(tmp_path).items()}
+    assert not faults["step_1.pt.ckz"]
+    assert "step_2.pt.ckz, is not" in faults["step_3.pt.ckz"]
+    assert "step_3.pt.ckz, is not complete" in faults["step_4.pt.ckz"]

@@ -7,6 +7,7 @@ is also kept, and ``check`` raises it again between two chunks.
 from __future__ import annotations
 
 import signal
+import sys
 from types import FrameType
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -19,6 +20,13 @@ def catch() -> None:
     for number in STOPS:
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup and background jobs ignore some
             signal.signal(number, _stop)
+    sys.unraisablehook = _unraisable
+
+
+def _unraisable(found: sys.UnraisableHookArgs) -> None:
+    """Report what a destructor raised, but not the end of the run, which is raised again."""
+    if not isinstance(found.exc_value, SystemExit):
+        sys.__unraisablehook__(found)
 
 
 def check(done: int = 0, total: int = 0, stored: int = 0) -> None:
