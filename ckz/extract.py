@@ -15,7 +15,7 @@ from ckz import atomic
 from ckz.archive import open as open_archive
 from ckz.checkpoint import ITEMSIZE, Tensor
 from ckz.errors import CkzError, UnsupportedError
-from ckz.pipeline import Report
+from ckz.reporting import Report
 
 # What safetensors calls each dtype; the other types it cannot hold.
 _NAMES = {

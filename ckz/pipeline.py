@@ -7,17 +7,13 @@ decompress: the pool reads and decodes chunks; one thread hashes and writes them
 
 from __future__ import annotations
 
-import hashlib
 import os
-import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -30,72 +26,42 @@ from ckz.checkpoint import Checkpoint
 from ckz.container import Container, Loss, Ref
 from ckz.container_read import is_container, open_container
 from ckz.container_write import Writer
-from ckz.encoding import Encoder, Predicted
-from ckz.errors import CorruptError, IncompleteError, UnsupportedError, UsageError
+from ckz.encoding import Encoder
+from ckz.errors import IncompleteError, UsageError
 from ckz.files import FileSet
 from ckz.formats import read_checkpoint
 from ckz.lossy import EXACTLY, Methods
 from ckz.lossy.restored import RestoredFiles
 from ckz.matching import Lean, match_base
+from ckz.outputs import (
+    check_sha256,
+    create_files,
+    mode_for,
+    new_output,
+    recorded_name,
+    set_attributes,
+    sha256_of,
+)
 from ckz.partial import Ask, Partial, Policy
 from ckz.plan import Plan, make_plan
 from ckz.replaying import Replay, find_replays
+from ckz.reporting import (
+    OnProgress,
+    Progress,
+    Report,
+    name_losses,
+    partial_report,
+    report_on,
+    summarize,
+)
 from ckz.restore import Decoder, decode_all
 from ckz.steps import step_of
 from ckz.workers import DEFAULT_MEMORY, Workers, in_order, start_workers
 
-OnProgress = Callable[[int, int, int], None]
 AnyPath = str | os.PathLike[str]
 # What a container takes besides chunks, about: at all, and for a tensor.
 _INDEX, _INDEX_ROW = 3000, 55
 _LOSSY_WORK = 12
-
-
-class NamedLoss(NamedTuple):
-    """A tensor that is not restored exactly, and by how much; as in ``container.Loss``."""
-
-    tensor: str
-    method: str
-    largest: float
-    relative: float
-
-
-@dataclass(frozen=True)
-class Report:
-    """What compress, decompress or verify did.
-
-    Attributes
-    ----------
-    source, output : paths as text; no output for verify.
-    raw_nbytes, stored_nbytes : size of the original files and of the container.
-    tensors : how many there are.
-    seconds : wall time.
-    warnings : one line each.
-    sha256 : path inside the checkpoint -> hex digest; empty unless it was asked for.
-    roles : role -> (raw, stored) bytes of its chunks; ``skeleton`` is what is no tensor.
-    plan : of a dry run: role, codec, bytes, and about how many they become.
-    losses : what is not restored exactly.
-    resumable : whether training can go on from what is restored.
-    partial : of a partial snapshot its ``policy``, bytes ``fresh`` and ``carried``,
-        ``fresh_by_file`` and their ``imbalance`` (how far the largest is above the mean), and for
-        experts ``plt``, the proportion of tokens that would be lost; else empty.
-    mean_error : of what was chosen within a budget, as ``lossy.budgeting`` measures it.
-    """
-
-    source: str
-    output: str
-    raw_nbytes: int
-    stored_nbytes: int
-    tensors: int
-    seconds: float
-    warnings: tuple[str, ...] = ()
-    sha256: dict[str, str] = field(default_factory=dict)
-    roles: dict[str, tuple[int, int]] = field(default_factory=dict)
-    plan: tuple[tuple[str, str, int, int], ...] = ()
-    losses: tuple[NamedLoss, ...] = ()
-    resumable: bool = True
-    partial: Mapping[str, Any] = field(default_factory=dict)
-    mean_error: float | None = None
 
 
 def compress(
@@ -167,7 +133,7 @@ def compress(
     if (methods.is_lossy or policy) and sha256:
         raise UsageError("what is not restored exactly has no sha256 of its source")
     checkpoint = _read_complete(source, opaque=opaque, allow_incomplete=allow_incomplete)
-    state = _Progress(checkpoint.nbytes, progress)
+    state = Progress(checkpoint.nbytes, progress)
     with ExitStack() as stack:
         snapshot = stack.enter_context(open_snapshot(Path(base))) if base else None
         if snapshot and _anchors(snapshot, anchor):
@@ -223,21 +189,21 @@ def compress(
             step = like.meta["step"]
             preset, resumable = like.meta["preset"], like.meta["resumable"]
         report = replace(
-            _report(source, output, checkpoint, 0, began),
-            losses=_named(checkpoint, losses),
+            report_on(source, output, checkpoint, 0, began),
+            losses=name_losses(checkpoint, losses),
             resumable=resumable,
-            partial=_partial(part),
+            partial=partial_report(part),
             mean_error=mean_error,
         )
         encoder = Encoder(restored, planned(), files, snapshot, accept_bad_crc=accept_bad_crc)
         if dry_run:
-            rows = _summary(encoder.predict(workers))
+            rows = summarize(encoder.predict(workers))
             stored = _overhead(checkpoint) + sum(row[3] for row in rows)
             return replace(report, plan=rows, stored_nbytes=stored)
         stack.enter_context(atomic.explain_full_disk(target, state))
-        mode = _mode(source, target)
+        mode = mode_for(source, target)
         temporary = stack.enter_context(atomic.new_file(target, force=force, mode=mode))
-        hashes = workers.pool.submit(_sha256_of, checkpoint) if sha256 else None
+        hashes = workers.pool.submit(sha256_of, checkpoint) if sha256 else None
         writer = Writer(temporary)
         try:
             for coded in encoder.run(workers):
@@ -281,42 +247,6 @@ def compress(
 
 def _overhead(checkpoint: Checkpoint) -> int:
     return _INDEX + _INDEX_ROW * len(checkpoint.tensors)
-
-
-def _partial(part: Partial) -> dict[str, Any]:
-    if not part.record:
-        return {}
-    found: dict[str, Any] = {"policy": part.record["policy"]}
-    if "plt" in part.record:
-        found["plt"] = part.record["plt"]
-    found |= {"fresh": part.fresh_nbytes, "carried": part.carried_nbytes}
-    # What one rank has to write more than the ranks do on average.
-    loads = part.fresh_by_file
-    mean = part.fresh_nbytes / max(1, len(loads))
-    imbalance = max(loads.values(), default=0) / mean - 1 if mean else 0.0
-    return {**found, "fresh_by_file": loads, "imbalance": imbalance}
-
-
-def _summary(predicted: Iterable[Predicted]) -> tuple[tuple[str, str, int, int], ...]:
-    """Total the bytes of each role and codec, before and after, largest first."""
-    totals: dict[tuple[str, str], tuple[int, float]] = {}
-    for one in predicted:
-        raw, coded = totals.get((one.role, one.codec), (0, 0.0))
-        totals[one.role, one.codec] = raw + one.nbytes, coded + one.stored
-    rows = [(*key, raw, round(stored)) for key, (raw, stored) in totals.items()]
-    return tuple(sorted(rows, key=lambda row: -row[2]))
-
-
-def _named(checkpoint: Checkpoint, losses: Sequence[Loss]) -> tuple[NamedLoss, ...]:
-    """Name the tensors that are not exact; those that share a span are named together."""
-    names: dict[int, str] = {}
-    for tensor in checkpoint.tensors:
-        for piece in tensor.pieces:
-            names.setdefault(piece.span, tensor.name)
-    return tuple(
-        NamedLoss(names.get(loss.span, ""), loss.method, loss.largest, loss.relative)
-        for loss in losses
-    )
 
 
 def _find_replays(
@@ -406,22 +336,22 @@ def decompress(
             stack.enter_context(
                 atomic.explain_full_disk(target, f"{checkpoint.nbytes} bytes needed")
             )
-            temporary = stack.enter_context(_new_output(checkpoint, target, force))
+            temporary = stack.enter_context(new_output(checkpoint, target, force))
             kernels.enable(checkpoint.nbytes)
             workers = stack.enter_context(start_workers(threads, memory))
-            paths = _create(checkpoint, temporary)
-            state = _Progress(checkpoint.nbytes, progress)
+            paths = create_files(checkpoint, temporary)
+            state = Progress(checkpoint.nbytes, progress)
             with FileSet(paths, os.O_WRONLY | os.O_NOFOLLOW) as files:
                 for raw, stored in decode_all(decoder, workers, files):
                     state.add("", raw, stored)
-            _check_sha256(container, paths)
+            check_sha256(container, paths)
             if checkpoint.is_directory:
                 atomic.sync_tree(temporary)
-            _set_attributes(checkpoint, paths, temporary)
+            set_attributes(checkpoint, paths, temporary)
         sums = container.meta["sha256"]
         return replace(
-            _report(source, output, checkpoint, container.nbytes, began, sums),
-            losses=_named(checkpoint, container.losses),
+            report_on(source, output, checkpoint, container.nbytes, began, sums),
+            losses=name_losses(checkpoint, container.losses),
             resumable=container.meta["resumable"],
         )
 
@@ -457,18 +387,18 @@ def verify(
     with open_container(path) as container, start_workers(threads, memory) as workers:
         if data:
             kernels.enable(container.checkpoint.nbytes)
-            state = _Progress(container.checkpoint.nbytes, progress)
+            state = Progress(container.checkpoint.nbytes, progress)
             with _decoder(container, base, base_dir) as decoder:
                 for raw, stored in decode_all(decoder, workers):
                     state.add("", raw, stored)
         else:
-            state = _Progress(int(container.chunks["stored"].sum(dtype=np.int64)), progress)
+            state = Progress(int(container.chunks["stored"].sum(dtype=np.int64)), progress)
             jobs = (partial(container.payload, chunk) for chunk in range(len(container.chunks)))
             for payload in in_order(workers, jobs):
                 state.add("", len(payload), len(payload))
         return replace(
-            _report(path, "", container.checkpoint, container.nbytes, began),
-            losses=_named(container.checkpoint, container.losses),
+            report_on(path, "", container.checkpoint, container.nbytes, began),
+            losses=name_losses(container.checkpoint, container.losses),
             resumable=container.meta["resumable"],
         )
 
@@ -483,63 +413,11 @@ def _decoder(
     )
 
 
-def rebase(
-    path: AnyPath,
-    *,
-    base: AnyPath | None = None,
-    old_base: AnyPath | None = None,
-    threads: int = 0,
-    memory: int = DEFAULT_MEMORY,
-    progress: OnProgress | None = None,
-) -> Report:
-    """Write a .ckz anew, full or leaning on another base; what it restores to stays the same.
-
-    Snapshots that lean on it still do: they know it by its contents.
-
-    Parameters
-    ----------
-    base : the new base; None makes it full.
-    old_base : what it leans on now, if it does not lie beside it.
-
-    Raises
-    ------
-    CkzError
-        In its kinds; the container is unchanged then.
-    """
-    path = Path(path)
-    target = path.resolve()
-    with (
-        open_container(path) as container,
-        tempfile.TemporaryDirectory(
-            prefix=".ckz.", suffix=".ckz-tmp", dir=target.parent
-        ) as scratch,
-    ):
-        source = Path(scratch) / recorded_name(container)
-        decompress(path, source, base=old_base, threads=threads, memory=memory)
-        report = compress(
-            source,
-            target,
-            base=base,
-            anchor=None if base is None else sys.maxsize,
-            level=container.meta["level"],
-            threads=threads,
-            memory=memory,
-            force=True,
-            opaque=True,
-            allow_incomplete=True,
-            accept_bad_crc=True,
-            verify=True,
-            like=container,
-            progress=progress,
-        )
-    return replace(report, source=str(path))
-
-
 def _verify_source(
     path: Path, threads: int, memory: int, progress: OnProgress | None, began: float
 ) -> Report:
     checkpoint = _read_complete(path)
-    state = _Progress(checkpoint.nbytes, progress)
+    state = Progress(checkpoint.nbytes, progress)
     with start_workers(threads, memory) as workers:
         for nbytes in check_crcs(checkpoint, workers):
             state.add("", nbytes, 0)
@@ -549,7 +427,7 @@ def _verify_source(
             if file.kind == "file" and is_container(inside):
                 verify(inside, threads=threads, memory=memory)
     check_unchanged(checkpoint)
-    return _report(path, "", checkpoint, checkpoint.nbytes, began)
+    return report_on(path, "", checkpoint, checkpoint.nbytes, began)
 
 
 def _read_complete(
@@ -563,120 +441,3 @@ def _read_complete(
             "--allow-incomplete stores it all the same"
         )
     return checkpoint
-
-
-def recorded_name(container: Container) -> str:
-    """Give the name of the file inside; a directory is named after its container."""
-    if not container.meta["directory"]:
-        return container.names[0]
-    own = container.path.name
-    if not own.endswith(".ckz"):
-        raise UnsupportedError(f"{container.path}: name the output with --output")
-    return own.removesuffix(".ckz")
-
-
-class _Progress:
-    """Counts chunks, tells the user, and says in words what the disk would have to hold."""
-
-    def __init__(self, total: int, tell: OnProgress | None) -> None:
-        self._total = total
-        self._tell = tell
-        self._done = 0
-        self._stored = 0
-        self.roles: dict[str, tuple[int, int]] = {}
-
-    def add(self, role: str, raw: int, stored: int) -> None:
-        self._done += raw
-        self._stored += stored
-        before = self.roles.get(role, (0, 0))
-        self.roles[role] = before[0] + raw, before[1] + stored
-        if self._tell:
-            self._tell(self._done, self._total, self._stored)
-
-    def __str__(self) -> str:
-        estimate = self._stored * self._total // max(1, self._done)
-        return f"about {max(estimate, self._stored)} bytes needed"
-
-
-def _mode(source: Path, target: Path) -> int:
-    """Keep the mode of a file replaced; a new one is no more open than its source."""
-    if target.exists():
-        return target.stat().st_mode & 0o7777
-    return source.stat().st_mode & 0o666
-
-
-def _sha256_of(checkpoint: Checkpoint) -> dict[str, str]:
-    return {
-        file.path: _sha256(checkpoint.path_of(index))
-        for index, file in enumerate(checkpoint.files)
-        if file.kind == "file"
-    }
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _check_sha256(container: Container, paths: list[Path]) -> None:
-    for path, file in zip(paths, container.checkpoint.files, strict=True):
-        expected = container.meta["sha256"].get(file.path) if file.kind == "file" else None
-        if expected and _sha256(path) != expected:
-            raise CorruptError(f"{container.path}: file {file.path!r}: sha256 mismatch")
-
-
-def _new_output(checkpoint: Checkpoint, target: Path, force: bool) -> AbstractContextManager[Path]:
-    if checkpoint.is_directory:
-        return atomic.new_directory(target, force=force)
-    return atomic.new_file(target, force=force, mode=checkpoint.files[0].mode & 0o1777)
-
-
-def _create(checkpoint: Checkpoint, root: Path) -> list[Path]:
-    """Make directories, links and files of full length; return where each entry lies."""
-    paths = [root / f.path if checkpoint.is_directory else root for f in checkpoint.files]
-    for path, file in zip(paths, checkpoint.files, strict=True):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if file.kind == "dir":
-            path.mkdir(exist_ok=True)
-        elif file.kind == "link":
-            path.symlink_to(file.target)
-        else:
-            with path.open("wb") as out:
-                out.truncate(file.size)
-    return paths
-
-
-def _set_attributes(checkpoint: Checkpoint, paths: list[Path], root: Path) -> None:
-    """Set modes and times, of what lies inside a directory before the directory itself.
-
-    Files do not get back the bits that let them run as their owner: the container may be anyone's.
-    """
-    for path, file in reversed(list(zip(paths, checkpoint.files, strict=True))):
-        if file.kind != "link":
-            path.chmod(file.mode & (0o3777 if file.kind == "dir" else 0o1777))
-        os.utime(path, ns=(file.mtime_ns, file.mtime_ns), follow_symlinks=False)
-    if checkpoint.is_directory:
-        root.chmod(checkpoint.mode & 0o3777)
-        os.utime(root, ns=(checkpoint.mtime_ns, checkpoint.mtime_ns))
-
-
-def _report(
-    source: Path,
-    output: AnyPath,
-    checkpoint: Checkpoint,
-    stored: int,
-    began: float,
-    sha256: dict[str, str] | None = None,
-    roles: dict[str, tuple[int, int]] | None = None,
-) -> Report:
-    return Report(
-        source=str(source),
-        output=str(output),
-        raw_nbytes=checkpoint.nbytes,
-        stored_nbytes=stored,
-        tensors=len(checkpoint.tensors),
-        seconds=time.perf_counter() - began,
-        warnings=checkpoint.warnings,
-        sha256=sha256 or {},
-        roles=roles or {},
-    )

@@ -23,6 +23,7 @@ from ckz import atomic, pipeline
 from ckz.errors import CkzError
 from ckz.lossy import methods_of
 from ckz.pruning import Action
+from ckz.rebasing import rebase
 from ckz.retrying import retried
 from ckz.store import TRASH, Entry, Footprint
 from ckz.workers import DEFAULT_MEMORY
@@ -172,7 +173,7 @@ def _compress(source: Path, output: Path, preset: str, *, threads: int, memory: 
 def _make_full(root: Path, action: Action, *, threads: int, memory: int) -> None:
     for entry in action.saved.entries:
         if entry.base:
-            pipeline.rebase(root / entry.name, threads=threads, memory=memory)
+            rebase(root / entry.name, threads=threads, memory=memory)
 
 
 def _remove(root: Path, action: Action) -> None:

@@ -24,7 +24,9 @@ from ckz.errors import CkzError
 from ckz.lossy import EXACTLY, Methods
 from ckz.metrics import read_json
 from ckz.pointers import find_pointers
+from ckz.rebasing import rebase
 from ckz.removal import state_of
+from ckz.reporting import Report
 from ckz.rotating import discard, empty_trash
 from ckz.store import PIN, Entry, list_entries
 from ckz.workers import DEFAULT_MEMORY
@@ -82,7 +84,7 @@ class Event(NamedTuple):
 
     what: str
     name: str
-    report: pipeline.Report | None = None
+    report: Report | None = None
     fault: str = ""
 
 
@@ -189,10 +191,10 @@ def _free(root: Path, name: str, settings: Settings) -> None:
     """Make full what leans on a .ckz that is to be replaced: its source was saved again."""
     for other in look(root, settings):
         if name in other.base and not other.fault:
-            pipeline.rebase(root / other.name, threads=settings.threads, memory=settings.memory)
+            rebase(root / other.name, threads=settings.threads, memory=settings.memory)
 
 
-def _compress(root: Path, entry: Entry, state: State, settings: Settings) -> pipeline.Report:
+def _compress(root: Path, entry: Entry, state: State, settings: Settings) -> Report:
     own = f"{entry.name}.ckz"
     base = root / state.last if settings.based and state.last not in ("", own) else None
     if base is not None and (base.parent != (root / entry.name).parent or not _holds(base, state)):

@@ -19,6 +19,7 @@ import ckz
 from ckz import pipeline
 from ckz.container_read import open_container
 from ckz.errors import BaseError
+from ckz.rebasing import rebase
 
 Arrays = dict[str, np.ndarray]
 
@@ -267,7 +268,7 @@ def test_rebase_keeps_the_contents(pair: tuple[Path, Path]) -> None:
     packed = b.with_name(b.name + ".ckz")
     c = save(b.with_name("c.safetensors"), later(later(first()), 2))
     compress(c, packed)
-    pipeline.rebase(packed)
+    rebase(packed)
     with open_container(packed) as container:
         assert container.meta["base"] is None
         assert container.checkpoint.files[0].path == "b.safetensors"
@@ -275,7 +276,7 @@ def test_rebase_keeps_the_contents(pair: tuple[Path, Path]) -> None:
     assert restores(b)
     assert restores(c)
     save(a, first())
-    pipeline.rebase(packed, base=a)
+    rebase(packed, base=a)
     with open_container(packed) as container:
         assert container.meta["base"]["name"] == "a.safetensors"
     assert restores(b)

@@ -21,6 +21,7 @@ from ckz.container_read import open_container
 from ckz.errors import CorruptError, UsageError
 from ckz.inspection import inspect
 from ckz.lossy import Methods, methods_of
+from ckz.rebasing import rebase
 
 ROWS, COLUMNS = 60, 96
 
@@ -516,7 +517,7 @@ def test_rebase_keeps_what_is_said(tmp_path: Path) -> None:
     packed = pack(save(tmp_path / "b.pt", state(0, 1)), methods, base)
     said = [row[6:] for row in inspect(packed).tensors]
     restored = unpack(packed)
-    pipeline.rebase(packed)
+    rebase(packed)
     found = inspect(packed)
     assert [row[6:] for row in found.tensors] == said
     assert found.preset == "compact"

@@ -32,6 +32,7 @@ from ckz.partial import (
     next_k,
     parse_policy,
 )
+from ckz.rebasing import rebase
 from ckz.steps import step_of
 
 LAYERS, EXPERTS, WIDTH, INNER = 2, 4, 16, 24
@@ -202,7 +203,7 @@ def test_a_chain_of_partial_snapshots(tmp_path: Path, stacked: bool) -> None:
         base = packed
     # Written anew it says the same.
     said = inspect(packed).carried
-    pipeline.rebase(packed)
+    rebase(packed)
     assert inspect(packed).carried == said
     pipeline.decompress(packed, tmp_path / "again")
     assert (tmp_path / "again").read_bytes() == (tmp_path / "out").read_bytes()

@@ -16,7 +16,7 @@ from ckz.cli.tokens import read_tokens
 from ckz.errors import CkzError, UsageError
 
 if TYPE_CHECKING:
-    from ckz.pipeline import Report
+    from ckz.reporting import Report
 
 
 def compress(

@@ -12,7 +12,7 @@ from ckz.cli.outcome import configure, each, inexact, report_to_json, tell
 from ckz.errors import UsageError
 
 if TYPE_CHECKING:
-    from ckz.pipeline import Report
+    from ckz.reporting import Report
 
 
 def decompress(

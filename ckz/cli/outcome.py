@@ -24,7 +24,7 @@ from ckz.cli.text import change, count, printable, size
 from ckz.errors import CkzError
 
 if TYPE_CHECKING:
-    from ckz.pipeline import Report
+    from ckz.reporting import Report
 
 SOME_FAILED = 3
 # Exit codes that no error class stands for; the others are in ckz.errors.

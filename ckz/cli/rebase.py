@@ -13,7 +13,7 @@ from ckz.cli.outcome import configure, each, report_to_json, tell
 from ckz.errors import UsageError
 
 if TYPE_CHECKING:
-    from ckz.pipeline import Report
+    from ckz.reporting import Report
 
 
 # Seconds for another ckz to finish in the directory.
@@ -44,7 +44,7 @@ def rebase(
     configure(quiet=quiet, verbose=verbose, as_json=as_json)
     if (base is None) != full:
         raise UsageError("give either --base PATH or --full")
-    from ckz import pipeline
+    from ckz import rebasing
     from ckz.locking import locked
 
     def act(source: str) -> Report:
@@ -53,7 +53,7 @@ def rebase(
             progress.bar(source, wanted=not (no_progress or quiet)) as on_bytes,
         ):
             before = Path(source).stat().st_size
-            report = pipeline.rebase(
+            report = rebasing.rebase(
                 source,
                 base=base,
                 old_base=old_base,

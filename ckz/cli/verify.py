@@ -11,7 +11,7 @@ from ckz.cli import names, options, progress, streams, text
 from ckz.cli.outcome import configure, each, report_to_json, tell
 
 if TYPE_CHECKING:
-    from ckz.pipeline import Report
+    from ckz.reporting import Report
 
 
 def verify(
