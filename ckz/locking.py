@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import secrets
+import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from ckz.errors import LockedError
 
 NAME = ".ckz-lock"
 _PAUSE = 0.1
+_ENDING = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 # A lock is a line; more than that is somebody else's file.
 _LONGEST = 4096
 
@@ -41,19 +43,37 @@ def locked(directory: Path, *, wait: float = 0.0) -> Iterator[None]:
     path = directory / NAME
     own = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "began": _began("self")})
     until = time.monotonic() + wait
-    while not _take(path, own):
-        held = _read(path)
-        if held is not None and _stale(held):
-            _take_away(path, held)
-            continue
-        if time.monotonic() >= until:
-            raise LockedError(f"{directory}: {_describe(held)} (remove {NAME} if that is over)")
-        time.sleep(_PAUSE)
+    held = False
+    try:
+        while True:
+            with _undisturbed():
+                held = _take(path, own)
+            if held:
+                break
+            other = _read(path)
+            if other is not None and _stale(other):
+                _take_away(path, other)
+            elif time.monotonic() >= until:
+                raise LockedError(
+                    f"{directory}: {_describe(other)} (remove {NAME} if that is over)"
+                )
+            else:
+                time.sleep(_PAUSE)
+        yield
+    finally:
+        with _undisturbed():
+            if held and _read(path) == own:
+                path.unlink(missing_ok=True)
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Let signals wait that end the run: between two steps of these a file would be left behind."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
     try:
         yield
     finally:
-        if _read(path) == own:
-            path.unlink(missing_ok=True)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _take(path: Path, own: str) -> bool:

@@ -164,3 +164,21 @@ def test_compression_survives_a_hiccup(
             files.read([Extent(0, 0, 8)], np.empty(8, np.uint8))
     assert count[0] >= 3
     assert (tmp_path / "back").read_bytes() == source.read_bytes()
+
+
+def test_a_signal_at_any_moment_leaves_nothing(tmp_path: Path) -> None:
+    """A process that takes the lock and gives it back all the time is told to end."""
+    code = "import sys\nfrom pathlib import Path\nfrom ckz.cli import stopping\n"
+    code += "from ckz.locking import locked\nstopping.catch()\nprint('go', flush=True)\n"
+    code += "while True:\n    with locked(Path(sys.argv[1])):\n        pass\n"
+    for number in range(12):
+        process = subprocess.Popen(
+            [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True
+        )
+        assert process.stdout is not None
+        assert process.stdout.readline() == "go\n"
+        time.sleep(0.002 * number)
+        process.terminate()
+        assert process.wait() == 143
+        process.stdout.close()
+        assert list(tmp_path.iterdir()) == []
