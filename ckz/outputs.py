@@ -6,11 +6,13 @@ import hashlib
 import os
 from contextlib import AbstractContextManager
 from pathlib import Path
+from threading import Event
 
 from ckz import atomic
 from ckz.checkpoint import Checkpoint
 from ckz.container import Container
 from ckz.errors import CorruptError, UnsupportedError
+from ckz.streams import CHUNK
 
 
 def recorded_name(container: Container) -> str:
@@ -30,17 +32,23 @@ def mode_for(source: Path, target: Path) -> int:
     return source.stat().st_mode & 0o666
 
 
-def sha256_of(checkpoint: Checkpoint) -> dict[str, str]:
+def sha256_of(checkpoint: Checkpoint, ended: Event) -> dict[str, str]:
+    """Give the digest of each file; whatever, once ``ended`` is set."""
     return {
-        file.path: _sha256(checkpoint.path_of(index))
+        file.path: _sha256(checkpoint.path_of(index), ended)
         for index, file in enumerate(checkpoint.files)
         if file.kind == "file"
     }
 
 
-def _sha256(path: Path) -> str:
+def _sha256(path: Path, ended: Event | None = None) -> str:
+    digest = hashlib.sha256()
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        while data := file.read(CHUNK):
+            digest.update(data)
+            if ended and ended.is_set():
+                break
+    return digest.hexdigest()
 
 
 def check_sha256(container: Container, paths: list[Path]) -> None:

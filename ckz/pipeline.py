@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from threading import Event
 
 import numpy as np
 import numpy.typing as npt
@@ -203,7 +204,9 @@ def compress(
         stack.enter_context(atomic.explain_full_disk(target, state))
         mode = mode_for(source, target)
         temporary = stack.enter_context(atomic.new_file(target, force=force, mode=mode))
-        hashes = workers.pool.submit(sha256_of, checkpoint) if sha256 else None
+        ended = Event()
+        stack.callback(ended.set)  # or the pool would wait until a large file is hashed
+        hashes = workers.pool.submit(sha256_of, checkpoint, ended) if sha256 else None
         writer = Writer(temporary)
         try:
             for coded in encoder.run(workers):

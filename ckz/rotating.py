@@ -14,7 +14,8 @@ import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -28,6 +29,8 @@ from ckz.retrying import retried
 from ckz.store import TRASH, Entry, Footprint
 from ckz.workers import DEFAULT_MEMORY
 
+# Seconds after which a temporary file is one that a killed process left.
+_ABANDONED = 3600.0
 # Gone already, or not there yet.
 _VANISHED = (FileNotFoundError, NotADirectoryError)
 
@@ -214,13 +217,19 @@ def empty_trash(root: Path) -> list[str]:
     return left
 
 
-def _trash(root: Path) -> Iterable[Path]:
-    return sorted(p for p in root.glob(f"{TRASH}*") if p.is_dir() and not p.is_symlink())
+def _trash(root: Path) -> list[Path]:
+    """List what has no name any more, and temporary files that nobody writes to."""
+    found = [p for p in root.glob(f"{TRASH}*") if p.is_dir()]
+    for path in root.glob(".*.ckz-tmp"):
+        with contextlib.suppress(*_VANISHED):
+            if time.time() - Footprint(path).changed > _ABANDONED:
+                found.append(path)
+    return sorted(p for p in found if not p.is_symlink())
 
 
 def _empty(trash: Path) -> None:
-    """Remove a directory; files that others have open may only vanish later on network systems."""
+    """Remove a file or directory; what others have open may vanish later on network systems."""
     with contextlib.suppress(*_VANISHED):
-        retried(partial(shutil.rmtree, trash))
+        retried(partial(shutil.rmtree, trash) if trash.is_dir() else trash.unlink)
     if trash.exists():
         raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(trash))

@@ -17,7 +17,7 @@ import pytest
 import torch
 from conftest import Run
 from safetensors.numpy import load_file
-from stores import HOUR, START, Crash, contents, crash_at, names, save, save_trainer
+from stores import HOUR, START, Crash, age, contents, crash_at, names, save, save_trainer
 
 from ckz import pipeline, rotating
 from ckz.locking import NAME
@@ -484,3 +484,13 @@ def test_what_has_no_number_keeps_its_base(run: Run, tmp_path: Path) -> None:
     assert left(tmp_path) == ["mine.ckz", "step_1.pt.ckz", "step_6.pt"]
     why = {c["name"]: c["reasons"] for c in found["checkpoints"]}
     assert why["step_1.pt"] == ["base of mine.ckz"]
+
+
+def test_what_a_killed_process_left_goes_in_time(run: Run, tmp_path: Path) -> None:
+    save(tmp_path, "step_1.pt", 1)
+    save(tmp_path, ".step_1.pt.ckz.0a1b2c3d.ckz-tmp", 1, START)
+    save(tmp_path, ".x.ckz.11111111.ckz-tmp", 1, time.time())
+    save(tmp_path, ".ckz.abc.ckz-tmp/step_1.pt", 1)
+    age(tmp_path / ".ckz.abc.ckz-tmp", START)
+    prune(run, tmp_path, "--keep-last", "1")
+    assert names(tmp_path) == [".x.ckz.11111111.ckz-tmp", "step_1.pt"]
