@@ -177,6 +177,7 @@ def compress(
                 workers,
                 partial=ask,
                 predict=predict,
+                tell=lambda done, total: progress(done, total, 0) if progress else None,
                 accept_bad_crc=accept_bad_crc,
             )
         else:

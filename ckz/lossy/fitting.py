@@ -8,7 +8,7 @@ moments, which lean on the restored second ones.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial as bind
 from typing import NamedTuple
 
@@ -80,6 +80,7 @@ def approximate(
     partial: Ask | None = None,
     predict: Predict,
     accept_bad_crc: bool = False,
+    tell: Callable[[int, int], None] = lambda done, total: None,
 ) -> Approximated:
     """Decide what every tensor will be; ``files`` reads the checkpoint so from then on.
 
@@ -89,6 +90,7 @@ def approximate(
     casts : span -> the float32 ranges of this checkpoint that it is the cast of.
     partial : what is to be carried from the base.
     predict : gives what would be stored of the checkpoint as ``files`` reads it now.
+    tell : is told of bytes done, and in all.
 
     Raises
     ------
@@ -98,7 +100,15 @@ def approximate(
         If a zip's checksum does not fit its data, unless ``accept_bad_crc``.
     """
     eligible = find_eligible(checkpoint, dropped=not methods.is_resumable)
-    fit = Fit(checkpoint, methods, files, base, eligible, leans, casts)
+    # Everything is looked at twice, to fit and to measure; more often where a budget needs tries.
+    total, done = 2 * sum(item.nbytes for item in eligible.values()), 0
+
+    def count(nbytes: int) -> None:
+        nonlocal done
+        done = min(total, done + nbytes)
+        tell(done, total)
+
+    fit = Fit(checkpoint, methods, files, base, eligible, leans, casts, tell=count)
     pairs = find_pairs(checkpoint, eligible)
     fit_all = bind(_fit_all, pairs=pairs, workers=workers)
     error = None
@@ -111,7 +121,7 @@ def approximate(
         carried = carry(fit, partial)
         casts_of = [item for item in fit.eligible.values() if item.span in carried.casts]
         _keep(fit, (_fit_cast(fit, item) for item in casts_of))
-    measured = measure_all(checkpoint, files, workers)
+    measured = measure_all(checkpoint, files, workers, count)
     mended = mend_sums(checkpoint, files, measured, accept_bad_crc=accept_bad_crc)
     losses = tuple(found.loss for found in measured.values() if found.loss.largest)
     return Approximated(mended, losses, carried, error)
@@ -138,6 +148,7 @@ def _fit_all(fit: Fit, *, pairs: Mapping[int, Eligible], workers: Workers) -> No
 
 def _keep(fit: Fit, found: Iterable[tuple[int, Snap | None]]) -> None:
     for span, snap in found:
+        fit.tell(fit.eligible[span].nbytes)
         if snap is not None:
             fit.files.snaps[span] = snap
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import NamedTuple
 
@@ -32,14 +32,18 @@ class Measured(NamedTuple):
 
 
 def measure_all(
-    checkpoint: Checkpoint, files: RestoredFiles, workers: Workers
+    checkpoint: Checkpoint, files: RestoredFiles, workers: Workers, tell: Callable[[int], None]
 ) -> Mapping[int, Measured]:
-    """Measure every span that is replaced."""
+    """Measure every span that is replaced; ``tell`` is told of the bytes of each."""
     jobs = (
         partial(_measure, checkpoint, files, span, snap)
         for span, snap in sorted(files.snaps.items())
     )
-    return {found.loss.span: found for found in in_order(workers, jobs)}
+    measured = {}
+    for found in in_order(workers, jobs):
+        measured[found.loss.span] = found
+        tell(checkpoint.spans[found.loss.span].nbytes)
+    return measured
 
 
 def _measure(checkpoint: Checkpoint, files: RestoredFiles, number: int, snap: Snap) -> Measured:

@@ -31,6 +31,7 @@ class Fit:
     leans : span -> what it continues, bytes by bytes, in the base.
     casts : span -> the float32 ranges of this checkpoint that it is the cast of.
     chosen : span -> its method, where that is not the one of its role.
+    tell : is told of bytes that were looked at.
     """
 
     checkpoint: Checkpoint
@@ -41,6 +42,7 @@ class Fit:
     leans: Mapping[int, Lean]
     casts: Mapping[int, tuple[Ref, ...]]
     chosen: Mapping[int, Method] = field(default_factory=dict)
+    tell: Callable[[int], None] = lambda nbytes: None
 
     @cached_property
     def cast_types(self) -> dict[int, frozenset[str]]:
