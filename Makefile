@@ -63,6 +63,7 @@ bench: $(READY) data ## measure codecs and whole commands; with the rivals after
 	$(BIN)/python scripts/bench_files.py
 	$(BIN)/python scripts/bench_delta.py
 	$(BIN)/python scripts/bench_watch.py
+	$(BIN)/python scripts/bench_cuda.py
 
 evidence: build/formats/ready data ## train, stop, compress, restore, resume (an hour); recovery after crashes
 	build/formats/bin/python scripts/resume_eval.py

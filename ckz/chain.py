@@ -100,7 +100,7 @@ def open_snapshot(
             checkpoint = read_checkpoint(path)
             paths = [checkpoint.path_of(i) for i in range(len(checkpoint.files))]
             files = stack.enter_context(FileSet(paths, os.O_RDONLY))
-            read = partial(_read_source, checkpoint, files)
+            read = partial(read_source, checkpoint, files)
             digests = partial(_digests, checkpoint, read)
             skeletons = _skeletons(checkpoint, files)
             yield Snapshot(path, checkpoint, digests, read, 0, 0, checkpoint.nbytes, skeletons)
@@ -122,14 +122,6 @@ def open_snapshot(
         yield Snapshot(
             path, container.checkpoint, digests, read, depth, chain, full, skeletons, before
         )
-
-
-@contextmanager
-def open_spans(checkpoint: Checkpoint) -> Iterator[ReadSpan]:
-    """Open the files of a source for reading its spans."""
-    paths = [checkpoint.path_of(i) for i in range(len(checkpoint.files))]
-    with FileSet(paths, os.O_RDONLY) as files:
-        yield partial(_read_source, checkpoint, files)
 
 
 class Link(NamedTuple):
@@ -289,7 +281,8 @@ def _read_span(decoder: Decoder, span: int, start: int, out: Bytes) -> None:
     decoder.read_span(span + len(decoder.container.files), start, out)
 
 
-def _read_source(checkpoint: Checkpoint, files: FileSet, span: int, at: int, out: Bytes) -> None:
+def read_source(checkpoint: Checkpoint, files: FileSet, span: int, at: int, out: Bytes) -> None:
+    """Fill ``out`` with the bytes of a span from one on."""
     place = checkpoint.spans[span]
     files.read([Extent(place.file, place.offset + at, out.size)], out)
 

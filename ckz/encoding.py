@@ -167,7 +167,7 @@ class Encoder:
             self.streams.append(stream)
             for start, buffer in self._chunks(stream, slicer, buffers, workers):
                 stop = min(start + CHUNK, stream.nbytes)
-                chunk = buffer[: stop - start]
+                chunk = files.beside(slicer.extents_in(start, stop), buffer[: stop - start])
                 covered = list(slicer.parts_in(start, stop))
                 self._hash(hasher, covered, chunk)
                 if len(covered) == 1 and chunk.size >= _MIN_REPEAT:

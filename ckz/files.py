@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from threading import Lock
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -77,6 +77,10 @@ class FileSet:
     def replaces(self, span: int) -> bool:
         """Whether what is read of a span is not what stands in its file."""
         return False
+
+    def beside(self, extents: Sequence[Extent], chunk: npt.NDArray[np.uint8]) -> Any:
+        """Give a chunk that was read, with what else is known of it."""
+        return chunk
 
     def write(self, extents: Sequence[Extent], data: npt.NDArray[np.uint8]) -> None:
         """Write ``data`` to extents laid end to end."""

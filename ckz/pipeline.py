@@ -15,13 +15,14 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from threading import Event
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ckz import atomic, kernels
 from ckz.casts import find_casts
-from ckz.chain import MAX_DEPTH, Snapshot, base_rows, open_decoder, open_snapshot, open_spans
+from ckz.chain import MAX_DEPTH, Snapshot, base_rows, open_decoder, open_snapshot, read_source
 from ckz.checking import check_crcs, check_sums, check_unchanged
 from ckz.checkpoint import Checkpoint
 from ckz.container import Container, Loss, Ref
@@ -66,7 +67,7 @@ _LOSSY_WORK = 12
 
 
 def compress(
-    source: AnyPath,
+    source: AnyPath | Mapping[str, Any],
     output: AnyPath,
     *,
     base: AnyPath | None = None,
@@ -77,6 +78,7 @@ def compress(
     tokens: Sequence[Sequence[float]] | None = None,
     plt_limit: float | None = None,
     level: str = "default",
+    device: str = "auto",
     threads: int = 0,
     memory: int = DEFAULT_MEMORY,
     force: bool = False,
@@ -89,10 +91,12 @@ def compress(
     like: Container | None = None,
     progress: OnProgress | None = None,
 ) -> Report:
-    """Compress a checkpoint, a file or a directory, into one .ckz.
+    """Compress a checkpoint, a file, a directory, or tensors in memory, into one .ckz.
 
     Parameters
     ----------
+    source : a path; or a state dict, nested as you like, whose tensors may lie on a GPU: it is
+        compressed as the safetensors file that it would make.
     base : an earlier checkpoint, compressed or not, that the result leans on.
     anchor : make the result full when so many snapshots lean on each other already; None
         decides by the bytes that restoring it would have to read.
@@ -102,6 +106,7 @@ def compress(
     tokens : that each expert of each layer has seen, in the model's order; for the policy.
     plt_limit : proportion of lost tokens beyond which twice as many experts are saved.
     level : ``fast``, ``default`` or ``max``.
+    device : ``auto``, ``cpu`` or ``cuda``: where kernels run; the output does not depend on it.
     threads : 0 takes every core; the output does not depend on it.
     memory : bytes that all buffers together may take.
     force : replace an existing output.
@@ -120,7 +125,6 @@ def compress(
         In its kinds; nothing is left behind and the source is untouched.
     """
     began = time.perf_counter()
-    source = Path(source)
     target = atomic.check_target(Path(output), force)
     if (tokens is not None or plt_limit is not None) and (not policy or policy.name == "priority"):
         raise UsageError("token counts and their limit are for partial snapshots of experts")
@@ -133,16 +137,24 @@ def compress(
         )
     if (methods.is_lossy or policy) and sha256:
         raise UsageError("what is not restored exactly has no sha256 of its source")
-    checkpoint = _read_complete(source, opaque=opaque, allow_incomplete=allow_incomplete)
-    state = Progress(checkpoint.nbytes, progress)
     with ExitStack() as stack:
+        resident = None
+        if isinstance(source, Mapping):
+            from ckz.resident import as_file
+
+            if sha256:
+                raise UsageError("a state in memory has no file to take the sha256 of")
+            source, resident = stack.enter_context(as_file(source, target))
+        source = Path(source)
+        checkpoint = _read_complete(source, opaque=opaque, allow_incomplete=allow_incomplete)
+        state = Progress(checkpoint.nbytes, progress)
         snapshot = stack.enter_context(open_snapshot(Path(base))) if base else None
         if snapshot and _anchors(snapshot, anchor):
             snapshot = None
         # Lossy methods compute for an element what takes exact ones a dozen.
-        kernels.enable(checkpoint.nbytes * (_LOSSY_WORK if methods.is_lossy else 1))
+        kernels.enable(checkpoint.nbytes * (_LOSSY_WORK if methods.is_lossy else 1), device)
         workers = stack.enter_context(start_workers(threads, memory))
-        files = stack.enter_context(RestoredFiles(checkpoint))
+        files = stack.enter_context(RestoredFiles(checkpoint, resident))
         leans = match_base(checkpoint, snapshot.checkpoint) if snapshot else {}
         casts = find_casts(checkpoint)
         step = step_of(source.name, checkpoint.numbers)
@@ -182,7 +194,7 @@ def compress(
             )
         else:
             restored = checkpoint
-            replays = _find_replays(checkpoint, snapshot, leans) if snapshot else {}
+            replays = _find_replays(checkpoint, files, snapshot, leans) if snapshot else {}
         # Of weights alone nothing is dropped.
         preset, resumable = methods.preset, not any(loss.method == "drop" for loss in losses)
         if like is not None:
@@ -254,20 +266,18 @@ def _overhead(checkpoint: Checkpoint) -> int:
 
 
 def _find_replays(
-    checkpoint: Checkpoint, snapshot: Snapshot, leans: dict[int, Lean]
+    checkpoint: Checkpoint, files: FileSet, snapshot: Snapshot, leans: dict[int, Lean]
 ) -> dict[int, Replay]:
-    with open_spans(checkpoint) as read:
+    def read_ref(ref: Ref) -> npt.NDArray[np.uint8]:
+        out = np.empty(ref.nbytes, np.uint8)
+        if ref.where:
+            snapshot.read(ref.span, ref.start, out)
+        else:
+            read_source(checkpoint, files, ref.span - len(checkpoint.files), ref.start, out)
+        return out
 
-        def read_ref(ref: Ref) -> npt.NDArray[np.uint8]:
-            out = np.empty(ref.nbytes, np.uint8)
-            if ref.where:
-                snapshot.read(ref.span, ref.start, out)
-            else:
-                read(ref.span - len(checkpoint.files), ref.start, out)
-            return out
-
-        numbers = snapshot.checkpoint.numbers, checkpoint.numbers
-        return find_replays(checkpoint, leans, numbers, read_ref)
+    numbers = snapshot.checkpoint.numbers, checkpoint.numbers
+    return find_replays(checkpoint, leans, numbers, read_ref)
 
 
 def _decode_and_drop(container: Container, base: AnyPath | None, workers: Workers) -> None:
@@ -307,6 +317,7 @@ def decompress(
     *,
     base: AnyPath | None = None,
     base_dir: AnyPath | None = None,
+    device: str = "auto",
     threads: int = 0,
     memory: int = DEFAULT_MEMORY,
     force: bool = False,
@@ -341,7 +352,7 @@ def decompress(
                 atomic.explain_full_disk(target, f"{checkpoint.nbytes} bytes needed")
             )
             temporary = stack.enter_context(new_output(checkpoint, target, force))
-            kernels.enable(checkpoint.nbytes)
+            kernels.enable(checkpoint.nbytes, device)
             workers = stack.enter_context(start_workers(threads, memory))
             paths = create_files(checkpoint, temporary)
             state = Progress(checkpoint.nbytes, progress)
@@ -366,6 +377,7 @@ def verify(
     data: bool = False,
     base: AnyPath | None = None,
     base_dir: AnyPath | None = None,
+    device: str = "auto",
     threads: int = 0,
     memory: int = DEFAULT_MEMORY,
     progress: OnProgress | None = None,
@@ -390,7 +402,7 @@ def verify(
         return _verify_source(path, threads, memory, progress, began)
     with open_container(path) as container, start_workers(threads, memory) as workers:
         if data:
-            kernels.enable(container.checkpoint.nbytes)
+            kernels.enable(container.checkpoint.nbytes, device)
             state = Progress(container.checkpoint.nbytes, progress)
             with _decoder(container, base, base_dir) as decoder:
                 for raw, stored in decode_all(decoder, workers):

@@ -46,13 +46,14 @@ def rebase(
         ) as scratch,
     ):
         source = Path(scratch) / recorded_name(container)
-        decompress(path, source, base=old_base, threads=threads, memory=memory)
+        decompress(path, source, base=old_base, device="cpu", threads=threads, memory=memory)
         report = compress(
             source,
             target,
             base=base,
             anchor=None if base is None else sys.maxsize,
             level=container.meta["level"],
+            device="cpu",
             threads=threads,
             memory=memory,
             force=True,

@@ -157,7 +157,7 @@ def _compress(source: Path, output: Path, preset: str, *, threads: int, memory: 
     ) as scratch:
         if source.suffix == ".ckz":
             restored = Path(scratch) / source.name.removesuffix(".ckz")
-            pipeline.decompress(source, restored, threads=threads, memory=memory)
+            pipeline.decompress(source, restored, device="cpu", threads=threads, memory=memory)
             source = restored
         pipeline.compress(
             source,
@@ -168,6 +168,7 @@ def _compress(source: Path, output: Path, preset: str, *, threads: int, memory: 
             allow_incomplete=True,
             accept_bad_crc=True,
             verify=True,
+            device="cpu",
             threads=threads,
             memory=memory,
         )

@@ -205,6 +205,7 @@ def _compress(root: Path, entry: Entry, state: State, settings: Settings) -> Rep
         base=base,
         anchor=settings.anchor,
         methods=settings.methods,
+        device="cpu",  # a GPU is for those who train
         threads=settings.threads,
         memory=settings.memory,
         force=True,

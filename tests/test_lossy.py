@@ -629,7 +629,7 @@ def test_compiled_kernels_give_the_same_bytes(
         (save(tmp_path / "c.pt", large), None),
     ):
         found = []
-        for compiled in (False, True):
-            monkeypatch.setattr(kernels, "_compiled", compiled)
+        for form in (kernels.VECTORIZED, kernels.COMPILED):
+            monkeypatch.setattr(kernels, "_form", form)
             found.append(pack(source, ask(preset=preset), under).read_bytes())
         assert found[0] == found[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -13,17 +14,29 @@ import typer
 
 from ckz.cli import names, options, streams, text
 from ckz.cli.outcome import configure, each, print_result, roles_to_json
+from ckz.errors import UsageError
 
 if TYPE_CHECKING:
     from ckz.inspection import Inspection, Row, Stale
 
 
 def inspect(
-    sources: options.Sources,
+    sources: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="SRC",
+            help="A file, a checkpoint directory, or - for standard input.",
+            show_default=False,
+        ),
+    ] = None,
     everything: Annotated[
         bool, typer.Option("--all", help="One line a tensor, not one for each kind of name.")
     ] = False,
     only: options.Only = None,
+    device: Annotated[
+        bool,
+        typer.Option("--device", help="Show the GPU that kernels would run on, or why on none."),
+    ] = False,
     as_json: options.Json = False,
     quiet: options.Quiet = 0,
     verbose: options.Verbose = 0,
@@ -33,6 +46,12 @@ def inspect(
     Tensors whose names differ in their numbers only share a line, with * for each number.
     """
     configure(quiet=quiet, verbose=verbose, as_json=as_json)
+    if device:
+        _show_device(as_json=as_json)
+    if not sources:
+        if device:
+            return
+        raise UsageError("nothing to inspect: give SRC, or --device")
     from ckz import inspection
 
     def act(source: str) -> Inspection:
@@ -47,6 +66,28 @@ def inspect(
         return found
 
     each(sources, act, to_json=_to_json if as_json else None)
+
+
+def _show_device(*, as_json: bool) -> None:
+    from ckz.kernels import device
+
+    found = device.describe()
+    if as_json:
+        fields = {
+            "name": found and found.name,
+            "nbytes": found and found.nbytes,
+            "capability": found and ".".join(map(str, found.capability)),
+            "reason": device.why_not() or None,
+        }
+        print_result(json.dumps({"version": 1, "device": fields}))
+    elif found:
+        capability = ".".join(map(str, found.capability))
+        memory = f", {text.size(found.nbytes)}" if found.nbytes else ""
+        print_result(
+            f"device: {text.printable(found.name)}{memory}, compute capability {capability}"
+        )
+    else:
+        print_result(f"device: none, {device.why_not()}")
 
 
 def _matches(name: str, globs: Sequence[str]) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -67,6 +67,14 @@ Base = Annotated[
 ]
 BaseDir = Annotated[
     Path | None, typer.Option(metavar="DIR", help="Look for what SRC.ckz leans on there, too.")
+]
+Device = Annotated[
+    Literal["auto", "cpu", "cuda"],
+    typer.Option(
+        envvar="CKZ_DEVICE",
+        help="Where kernels run: auto takes a GPU, if there is one, for what is large. The result "
+        "does not depend on it.",
+    ),
 ]
 Threads = Annotated[
     int,

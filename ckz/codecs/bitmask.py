@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from ckz.codecs.leaning import base_of, check_dtype
 from ckz.errors import CorruptError
+from ckz.kernels import bitmask as kernels
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -36,9 +37,8 @@ class Bitmask:
         base = base_of(self.dtype, refs, chunk.size)
         if base is None:
             return None
-        current = chunk.view(base.dtype)
-        changed = current != base
-        payload = np.packbits(changed).tobytes() + current[changed].tobytes()
+        mask, values = kernels.extract(chunk.view(base.dtype), base)
+        payload = mask.tobytes() + values.tobytes()
         return payload if len(payload) < chunk.size else None
 
     def decode(self, payload: memoryview, refs: Sequence[Bytes], out: Bytes) -> None:
@@ -49,11 +49,8 @@ class Bitmask:
         nbytes = (base.size + 7) // 8
         if len(payload) < nbytes:
             raise CorruptError("a bitmask is cut short")
-        bits = np.frombuffer(payload, np.uint8, nbytes)
-        changed = np.unpackbits(bits, count=base.size).view(bool)
+        mask = np.frombuffer(payload, np.uint8, nbytes)
         values = payload[nbytes:]
-        if len(values) != int(np.count_nonzero(changed)) * base.itemsize:
+        if len(values) != kernels.count_changed(mask, base.size) * base.itemsize:
             raise CorruptError("a bitmask does not have the values that it marks")
-        current = out.view(base.dtype)
-        current[:] = base
-        current[changed] = np.frombuffer(values, base.dtype)
+        kernels.restore(base, mask, np.frombuffer(values, base.dtype), out.view(base.dtype))

@@ -14,15 +14,15 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
-import numpy.typing as npt
 
 from ckz.codecs import quantized
 from ckz.codecs.floats import WIDTHS, Bytes, Floats
-from ckz.codecs.indices import Indices, fold, unfold
+from ckz.codecs.indices import Indices, unfold
 from ckz.errors import CorruptError
+from ckz.kernels import clusters as kernels
+from ckz.kernels.clusters import CODES
 
 MAX_CLUSTERS = 256
-CODES = 256
 
 
 @dataclass(frozen=True)
@@ -52,26 +52,19 @@ class Cluster:
 
     def indices(self, values: Floats, refs: Sequence[Bytes], first: int) -> Indices:
         """Give label and code of each value."""
-        table = _table(refs)
-        x = np.sqrt(values) if self.root else values
-        label = np.searchsorted(table[:, 0], x, side="right") - 1
-        np.clip(label, 0, len(table) - 1, out=label)
-        scale = table[label, 1]
-        code = np.where(scale > 0, (x - table[label, 0]) / scale, 0)
-        code = np.nan_to_num(np.rint(code), nan=0.0, posinf=CODES - 1, neginf=0)
-        codes = np.clip(code, 0, CODES - 1).astype(np.int32)
-        return fold(label.astype(np.int32) * CODES + codes)
+        out = np.empty(values.size, np.int32)
+        kernels.labels(values, _table(refs), bool(self.root), out)
+        return out
 
     def values(self, indices: Indices, refs: Sequence[Bytes], first: int) -> Floats:
         """Give the value of each label and code."""
         table, numbers = _table(refs), unfold(indices)
-        label = numbers // CODES
-        if numbers.size and not 0 <= int(label.min()) <= int(label.max()) < len(table):
+        clusters = table.size // 2
+        if numbers.size and not 0 <= int(numbers.min()) <= int(numbers.max()) < CODES * clusters:
             raise CorruptError("a cluster is not there")
-        x: npt.NDArray[np.float32] = (numbers % CODES).astype(np.float32)
-        x *= table[label, 1]
-        x += table[label, 0]
-        return x * x if self.root else x
+        out = np.empty(indices.size, np.float32)
+        kernels.values(indices, table, bool(self.root), out)
+        return out
 
     def encode(self, chunk: Bytes, refs: Sequence[Bytes] = (), at: int = 0) -> bytes | None:
         """Code the clusters of a chunk."""
@@ -83,6 +76,7 @@ class Cluster:
 
 
 def _table(refs: Sequence[Bytes]) -> Floats:
+    """Give minimum and scale of each cluster, by turns."""
     if len(refs) != 1 or refs[0].size % 8 or not 0 < refs[0].size <= 8 * MAX_CLUSTERS:
         raise CorruptError("a clustered chunk lacks its table")
-    return refs[0].copy().view("<f4").reshape(-1, 2)
+    return refs[0].copy().view("<f4")

@@ -17,9 +17,11 @@ import numpy as np
 
 from ckz.codecs import quantized
 from ckz.codecs.floats import WIDTHS, Bytes, Floats
-from ckz.codecs.indices import Indices, fold, unfold
+from ckz.codecs.indices import Indices, unfold
 from ckz.codecs.quantized import floats_of
 from ckz.errors import CorruptError
+from ckz.kernels import buckets as kernels
+from ckz.kernels.buckets import BUCKETS
 from ckz.kernels.quantize import NONE
 
 MAX_BITS = 8
@@ -43,11 +45,13 @@ class Lc:
 
     def indices(self, values: Floats, refs: Sequence[Bytes], first: int) -> Indices:
         """Give the number of each difference's bucket."""
-        number = np.zeros(1 << 9, np.int32)
         table = _table(refs)
+        number = np.zeros(BUCKETS, np.int32)
         number[buckets_of(table)] = np.arange(1, table.size + 1)
         far = values - floats_of(refs[1:], self.dtype, values.size)
-        return np.where(np.isfinite(far), fold(number[buckets_of(far)]), NONE)
+        out = np.empty(values.size, np.int32)
+        kernels.numbers(far.view(np.uint32), number, NONE, out)
+        return out
 
     def values(self, indices: Indices, refs: Sequence[Bytes], first: int) -> Floats:
         """Add each bucket's representative."""

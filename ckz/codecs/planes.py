@@ -30,7 +30,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -38,7 +38,7 @@ import numpy.typing as npt
 from ckz.codecs.coding import decode_planes, encode_planes
 from ckz.errors import CorruptError
 from ckz.kernels import planes as kernels
-from ckz.kernels.buffers import scratch
+from ckz.kernels.device import get, put, room
 
 Bytes = npt.NDArray[np.uint8]
 Words = npt.NDArray[np.uint16]
@@ -53,20 +53,14 @@ _LAYOUTS: dict[str, tuple[str, int]] = {
 }
 
 
-def _exponent_base(x: Words) -> int | None:
+def _exponent_base(x: Any) -> int | None:
     """Find the base that makes all 8-bit exponents fit in seven bits; None if there is none."""
-    # The largest magnitude is the largest positive value, or the largest negative pattern.
-    largest = max(int(x.view(np.int16).max(initial=0)), int(x.max(initial=0)) & 0x7FFF)
-    base = (largest >> 7) - 127
+    found = np.array([0, 255], np.int32)
+    kernels.exponents(x, found)
+    base = int(found[0]) - 127
     if base <= 0:
         return 0
-    exponent = scratch("exponent", x.size)
-    word = scratch("word", x.size, np.uint16)
-    np.right_shift(x, 7, out=word)
-    exponent[:] = word
-    # Zero is always representable: subtracting one wraps it out of the minimum's way.
-    np.subtract(exponent, 1, out=exponent)
-    return base if int(exponent.min()) >= base else None
+    return base if found[1] >= base else None
 
 
 @dataclass(frozen=True)
@@ -101,21 +95,21 @@ class Planes:
             planes = [x]
         else:
             low: list[Bytes] = []
+            upper = x = put("chunk", x)
             if self.dtype == "float32":
-                low = [scratch("low1", x.size), scratch("low0", x.size)]
-                upper = scratch("upper", x.size, np.uint16)
+                low = [room("low1", x.size), room("low0", x.size)]
+                upper = room("upper", x.size, np.uint16)
                 kernels.split_float32(x, upper, *low)
-                x = upper
-            symbol, rest = scratch("symbol", x.size), scratch("rest", x.size)
-            base = _exponent_base(x) if self.dtype != "float16" else None
+            symbol, rest = room("symbol", x.size), room("rest", x.size)
+            base = _exponent_base(upper) if self.dtype != "float16" else None
             if base is None:
-                kernels.split_wide(x, symbol, rest)
+                kernels.split_wide(upper, symbol, rest)
             else:
-                kernels.split_narrow(x, base, symbol, rest)
+                kernels.split_narrow(upper, base, symbol, rest)
                 if x.size % 8 == 0:
                     kernels.pack7(rest)
                     rest = rest[: x.size // 8 * 7]
-            planes = [symbol, rest, *low]
+            planes = [get(str(k), plane) for k, plane in enumerate([symbol, rest, *low])]
         head = struct.pack("<BB", base is not None, base or 0)
         payload = b"".join([head, *encode_planes(planes), chunk[body:].data])
         return payload if len(payload) < chunk.size else None
@@ -144,11 +138,11 @@ class Planes:
         elif self.dtype == "fp8":
             x[:] = planes[0]
         else:
-            symbol, low = planes[:2]
-            upper = x if itemsize == 2 else scratch("upper", n, np.uint16)
+            symbol, low = put("symbol", planes[0]), put("rest", planes[1])
+            upper = x if itemsize == 2 else room("upper", n, np.uint16)
             if mode:
                 if n % 8 == 0:
-                    packed, low = low, scratch("unpacked", n)
+                    packed, low = low, room("unpacked", n)
                     kernels.unpack7(packed, low)
                 kernels.join_narrow(symbol, low, base, upper)
             else:

@@ -21,7 +21,7 @@ second moment (arXiv 1804.04235), on logarithms; its use for lossless coding is 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -30,6 +30,7 @@ import numpy.typing as npt
 
 from ckz.codecs.coding import decode_planes, encode_planes
 from ckz.errors import CorruptError
+from ckz.kernels import means as kernels
 from ckz.kernels.buffers import scratch
 
 Bytes = npt.NDArray[np.uint8]
@@ -188,12 +189,7 @@ def sum_tops(top: npt.NDArray[np.int16], columns: int, first: int) -> Sums:
     height = (first % columns + top.size - 1) // columns + 1
     rows, row_counts = np.zeros((2, height), np.int64)
     by_column, column_counts = np.zeros((2, columns), np.int64)
-    for row, column, block in _blocks(top, first % columns, columns):
-        where = slice(column, column + block.shape[1])
-        rows[row : row + len(block)] = block.sum(axis=1, dtype=np.int64)
-        row_counts[row : row + len(block)] = np.count_nonzero(block, axis=1)
-        by_column[where] += block.sum(axis=0, dtype=np.int64)
-        column_counts[where] += np.count_nonzero(block, axis=0)
+    kernels.sums(top, first % columns, rows, row_counts, by_column, column_counts)
     return Sums(first // columns, rows, row_counts, by_column, column_counts)
 
 
@@ -220,23 +216,6 @@ def _divide(total: npt.NDArray[np.int64], count: npt.NDArray[np.int64]) -> npt.N
     return quotient
 
 
-def _blocks(
-    values: npt.NDArray[np.int16], column: int, columns: int
-) -> Iterator[tuple[int, int, npt.NDArray[np.int16]]]:
-    """Cut a run of a row-major matrix into (row, column, block): a head, whole rows, a tail."""
-    row = 0
-    if column:
-        head = values[: columns - column]
-        yield row, column, head.reshape(1, -1)
-        values = values[head.size :]
-        row = 1
-    height = values.size // columns
-    if height:
-        yield row, 0, values[: height * columns].reshape(height, columns)
-    if tail := values.size % columns:
-        yield row + height, 0, values[values.size - tail :].reshape(1, -1)
-
-
 def predict(refs: Sequence[Bytes], column: int, n: int) -> npt.NDArray[np.int16]:
     """Give the prediction for n elements from a column of the first row on.
 
@@ -250,7 +229,7 @@ def predict(refs: Sequence[Bytes], column: int, n: int) -> npt.NDArray[np.int16]
     if (column + n - 1) // columns >= row_means.size:
         raise CorruptError("a row-column chunk has too few row means")
     out = scratch("prediction", n, np.int16)
-    for row, start, block in _blocks(out, column, columns):
+    for row, start, block in kernels.blocks(out, column, columns):
         means = row_means[row : row + len(block), None]
         np.add(means, column_means[start : start + block.shape[1]], out=block)
         zero = np.flatnonzero(means[:, 0] == _ZERO_ROW)

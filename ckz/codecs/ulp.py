@@ -25,10 +25,10 @@ from ckz.codecs.leaning import EXPONENTS, base_of, check_dtype
 from ckz.errors import CorruptError
 from ckz.kernels import ulp as kernels
 from ckz.kernels.buffers import scratch
+from ckz.kernels.device import put
 
 Bytes = npt.NDArray[np.uint8]
 Words = npt.NDArray[Any]
-Counts = npt.NDArray[np.int64]
 
 _ESCAPE = 255
 # Symbols that say little are given as a bitmap and the others: a Huffman code has a floor of a bit.
@@ -70,29 +70,15 @@ class Ulp:
         decode_difference(self.dtype, payload, base, out.view(base.dtype))
 
 
-def _classes(dtype: str, base: Words) -> tuple[Bytes, Counts, Counts]:
-    """Give the class of each element and where each starts, once sorted: in all, and by lane."""
+def _how(dtype: str, n: int) -> tuple[int, int, int]:
+    """Give where the exponent stands, and how coarse the classes of so many elements are."""
     _, shift, width = EXPONENTS[dtype]
-    coarse = next(coarse for size, coarse in _COARSE if base.size >= size)
-    classes = scratch("classes", base.size)
-    counts = np.empty((kernels.LANES, kernels.CLASSES), np.int64)
-    kernels.classes(base, shift, width, coarse, classes, counts)
-    ends = np.cumsum(counts.sum(axis=0))
-    lanes = np.cumsum(counts, axis=0) - counts
-    lanes[:, 1:] += ends[:-1]
-    return classes, np.concatenate([[0], ends[: max(1, kernels.CLASSES >> coarse)]]), lanes
-
-
-def _is_float(dtype: str) -> bool:
-    return EXPONENTS[dtype][2] > 0
+    return shift, width, next(coarse for size, coarse in _COARSE if n >= size)
 
 
 def encode_difference(dtype: str, current: Words, base: Words) -> bytes:
     """Code elements as differences to others, both as unsigned bits."""
-    zigzag, ordered = (scratch(key, base.size, base.dtype) for key in ("zigzag", "sorted"))
-    kernels.zigzag(current, base, _is_float(dtype), zigzag)
-    classes, starts, lanes = _classes(dtype, base)
-    kernels.scatter(zigzag, classes, lanes, ordered)
+    ordered, starts = kernels.sorted_differences(current, base, _how(dtype, base.size))
     coded = [
         _encode_class(ordered[first:last])
         for first, last in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)
@@ -108,19 +94,21 @@ def decode_difference(dtype: str, payload: memoryview, base: Words, out: Words) 
     CorruptError
         If the payload does not fit the base.
     """
-    classes, starts, lanes = _classes(dtype, base)
+    how = _how(dtype, base.size)
+    base = put("base", base)
+    order = kernels.order_by_class(base, *how)
+    starts = order.starts
     size = _CLASS.size * (len(starts) - 1)
     if len(payload) < size:
         raise CorruptError("a difference lacks its header")
     heads = list(_CLASS.iter_unpack(payload[:size]))
     payload = payload[size:]
-    ordered, zigzag = (scratch(key, base.size, base.dtype) for key in ("sorted", "zigzag"))
+    ordered = scratch("sorted", out.size, out.dtype)
     for first, last, head in zip(starts[:-1].tolist(), starts[1:].tolist(), heads, strict=True):
         payload = _decode_class(head, payload, ordered[first:last])
     if len(payload):
         raise CorruptError("a difference does not end where it should")
-    kernels.gather(ordered, classes, lanes, zigzag)
-    kernels.add_zigzag(base, zigzag, _is_float(dtype), out)
+    kernels.add_sorted_differences(base, ordered, order, how[1], out)
 
 
 def _shift_of(values: Words) -> int:

@@ -44,6 +44,8 @@ _DTYPES = {
     "F64": ("float64", 64),
     "C64": ("complex64", 64),
 }
+# The other way round.
+CODES = {dtype: code for code, (dtype, _) in _DTYPES.items() if dtype != "bytes"}
 
 
 class _Entry(NamedTuple):

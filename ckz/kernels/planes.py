@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ckz.kernels import Kernel
+from ckz.kernels import Kernel, each, lower_to, raise_to
 from ckz.kernels.buffers import scratch
 
 Bytes = npt.NDArray[np.uint8]
@@ -35,7 +35,7 @@ def _lanes(rows: Bytes) -> tuple[npt.NDArray[Any], int]:
 
 
 def _split_wide_body(x: Words, symbol: Bytes, rest: Bytes) -> None:
-    for i in range(x.size):
+    for i in each(x.size):
         v = np.uint32(x[i])
         symbol[i] = np.uint8(v >> np.uint32(7))
         rest[i] = np.uint8((v & np.uint32(0x7F)) | (v >> np.uint32(8) & np.uint32(0x80)))
@@ -51,7 +51,7 @@ def _split_wide_numpy(x: Words, symbol: Bytes, rest: Bytes) -> None:
 
 
 def _join_wide_body(symbol: Bytes, rest: Bytes, x: Words) -> None:
-    for i in range(x.size):
+    for i in each(x.size):
         r = np.uint32(rest[i])
         low = (r & np.uint32(0x7F)) | (r & np.uint32(0x80)) << np.uint32(8)
         x[i] = np.uint16(np.uint32(symbol[i]) << np.uint32(7) | low)
@@ -68,14 +68,14 @@ def _join_wide_numpy(symbol: Bytes, rest: Bytes, x: Words) -> None:
 def _split_narrow_body(x: Words, base: int, symbol: Bytes, rest: Bytes) -> None:
     # Without a base the loop has no comparison and runs twice as fast.
     if base == 0:
-        for i in range(x.size):
+        for i in each(x.size):
             symbol[i] = np.uint8(np.uint32(x[i]) >> np.uint32(6))
     else:
-        for i in range(x.size):
+        for i in each(x.size):
             magnitude = int(x[i]) & 0x7FFF
             code = max(magnitude >> 7, base) - base
             symbol[i] = np.uint8(code << 1 | magnitude >> 6 & 1)
-    for i in range(x.size):
+    for i in each(x.size):
         v = np.uint32(x[i])
         rest[i] = np.uint8((v & np.uint32(0x3F)) | (v >> np.uint32(9) & np.uint32(0x40)))
 
@@ -99,12 +99,12 @@ def _split_narrow_numpy(x: Words, base: int, symbol: Bytes, rest: Bytes) -> None
 
 def _join_narrow_body(symbol: Bytes, rest: Bytes, base: int, x: Words) -> None:
     if base == 0:
-        for i in range(x.size):
+        for i in each(x.size):
             r = np.uint32(rest[i])
             low = (r & np.uint32(0x3F)) | (r & np.uint32(0x40)) << np.uint32(9)
             x[i] = np.uint16(np.uint32(symbol[i]) << np.uint32(6) | low)
         return
-    for i in range(x.size):
+    for i in each(x.size):
         code, top = int(symbol[i]) >> 1, int(symbol[i]) & 1
         exponent = code + base if code > 0 else 0
         bits = int(rest[i])
@@ -145,7 +145,7 @@ def _pack7_body(x: Bytes) -> None:
     last = x[7 * size :]
     for j in range(7):
         row = x[j * size : (j + 1) * size]
-        for i in range(size):
+        for i in each(size):
             bit = np.uint8(last[i] << np.uint8(7 - j)) & np.uint8(0x80)
             row[i] = np.uint8(row[i] | bit)
 
@@ -162,10 +162,11 @@ def _pack7_numpy(x: Bytes) -> None:
 def _unpack7_body(packed: Bytes, out: Bytes) -> None:
     size = out.size // 8
     last = out[7 * size :]
-    last[:] = 0
+    for i in each(size):
+        last[i] = 0
     for j in range(7):
         source, row = packed[j * size : (j + 1) * size], out[j * size : (j + 1) * size]
-        for i in range(size):
+        for i in each(size):
             last[i] = np.uint8(last[i] | source[i] >> np.uint8(7 - j) & np.uint8(1 << j))
             row[i] = np.uint8(source[i] & np.uint8(0x7F))
 
@@ -183,7 +184,7 @@ def _unpack7_numpy(packed: Bytes, out: Bytes) -> None:
 
 
 def _split_float32_body(x: Any, upper: Words, low1: Bytes, low0: Bytes) -> None:
-    for i in range(x.size):
+    for i in each(x.size):
         v = x[i]
         upper[i] = np.uint16(v >> np.uint32(16))
         low1[i] = np.uint8(v >> np.uint32(8))
@@ -202,7 +203,7 @@ def _split_float32_numpy(x: Any, upper: Words, low1: Bytes, low0: Bytes) -> None
 
 
 def _join_float32_body(upper: Words, low1: Bytes, low0: Bytes, x: Any) -> None:
-    for i in range(x.size):
+    for i in each(x.size):
         high = np.uint32(upper[i]) << np.uint32(16)
         x[i] = high | np.uint32(low1[i]) << np.uint32(8) | np.uint32(low0[i])
 
@@ -220,11 +221,41 @@ def _join_float32_numpy(upper: Words, low1: Bytes, low0: Bytes, x: Any) -> None:
         np.bitwise_or(part, wide, out=part)
 
 
-split_wide = Kernel(_split_wide_body, _split_wide_numpy)
-join_wide = Kernel(_join_wide_body, _join_wide_numpy)
-split_narrow = Kernel(_split_narrow_body, _split_narrow_numpy)
-join_narrow = Kernel(_join_narrow_body, _join_narrow_numpy)
-pack7 = Kernel(_pack7_body, _pack7_numpy)
-unpack7 = Kernel(_unpack7_body, _unpack7_numpy)
-split_float32 = Kernel(_split_float32_body, _split_float32_numpy)
-join_float32 = Kernel(_join_float32_body, _join_float32_numpy)
+def _exponents_body(x: Words, found: npt.NDArray[np.int32]) -> None:
+    for i in each(x.size):
+        exponent = np.int32(x[i] >> 7 & 0xFF)
+        # One less wraps zero, which is no exponent, out of the minimum's way.
+        below = np.int32(exponent - 1 & 0xFF)
+        # Looked at first, for threads would wait for each other at one place.
+        if exponent > found[0]:
+            raise_to(found, 0, exponent)
+        if below < found[1]:
+            lower_to(found, 1, below)
+
+
+def _exponents_numpy(x: Words, found: npt.NDArray[np.int32]) -> None:
+    if not x.size:
+        return
+    # The largest magnitude is the largest positive value, or the largest negative pattern.
+    largest = max(int(x.view(np.int16).max()), int(x.max()) & 0x7FFF) >> 7
+    found[0] = max(int(found[0]), largest)
+    if largest > 127:  # or all of them fit, whatever they are
+        exponent = scratch("exponent", x.size)
+        word = scratch("word", x.size, np.uint16)
+        np.right_shift(x, 7, out=word)
+        exponent[:] = word
+        np.subtract(exponent, 1, out=exponent)
+        found[1] = min(int(found[1]), int(exponent.min()))
+
+
+split_wide = Kernel(_split_wide_body, _split_wide_numpy, outputs=2)
+join_wide = Kernel(_join_wide_body, _join_wide_numpy, outputs=1)
+split_narrow = Kernel(_split_narrow_body, _split_narrow_numpy, outputs=2)
+join_narrow = Kernel(_join_narrow_body, _join_narrow_numpy, outputs=1)
+pack7 = Kernel(_pack7_body, _pack7_numpy, outputs=1, updates=True)
+unpack7 = Kernel(_unpack7_body, _unpack7_numpy, outputs=1)
+split_float32 = Kernel(_split_float32_body, _split_float32_numpy, outputs=3)
+join_float32 = Kernel(_join_float32_body, _join_float32_numpy, outputs=1)
+# The largest 8-bit exponent of 16-bit patterns; one less than the smallest that is not zero, needed
+# where the largest is above 127. They start as 0 and 255.
+exponents = Kernel(_exponents_body, _exponents_numpy, outputs=1, updates=True, in_numpy=True)

@@ -95,8 +95,8 @@ _PRESETS = {
     "exact": EXACTLY,
     "resume": Methods(
         master=Method("bits", 24),
-        momentum=Method("moments", 0.005),
-        variance=Method("moments", 0.005),
+        momentum=Method("moments", 0.004),
+        variance=Method("moments", 0.004),
     ),
     "compact": Methods(
         weight=Method("deadzone", 0.08),

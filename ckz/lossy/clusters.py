@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from ckz.codecs.cluster import CODES
+from ckz.kernels.clusters import CODES
 
 # The histogram is thinned to so many bins, which are about equally full.
 _BINS = 1024

@@ -24,6 +24,7 @@ from ckz.codecs.lc import Lc
 from ckz.codecs.moments import MomentsMomentum, MomentsVariance
 from ckz.codecs.rowcol import Sums, make_model, sum_tops
 from ckz.container import Loss, Ref
+from ckz.kernels.clusters import histogram
 from ckz.lossy import EXACT, Method, Methods
 from ckz.lossy.buckets import find_buckets
 from ckz.lossy.budgeting import Predict, spend
@@ -261,16 +262,22 @@ def _moments_step(fit: Fit, pairs: list[tuple[Eligible, Eligible]]) -> _MomentsS
     if method.name != "moments" or not pairs:
         return None
     eps = eps_of(fit.checkpoint)
-    sizes = []
+    sizes, roots = [], []
     share = max(1, sum(first.nbytes for first, _ in pairs) >> 22)
     for first, second in pairs:
         n = first.nbytes // WIDTHS[first.dtype]
         for low, high in places(n, max(1, n // 1024 // share)):
             m, v = fit.original(first, low, high), fit.restored(second, low, high)
-            update = np.abs(m.astype(np.float64)) / (np.sqrt(v.astype(np.float64)) + eps)
-            sizes.append(update[np.isfinite(update) & (update > 0)])
+            root = np.sqrt(v.astype(np.float64)) + eps
+            update = np.abs(m.astype(np.float64)) / root
+            used = np.isfinite(update) & (update > 0)
+            sizes.append(update[used])
+            roots.append(root[used])
     budget = _SAFELY * method.value / 2
-    step, lift = find_step(np.concatenate(sizes), budget, OFFSET / 100)
+    # What a step gains is, to first order, gradient times update, and the moment is near the
+    # gradient: so a root is the weight with which that stays what it was.
+    weights = np.concatenate(roots)
+    step, lift = find_step(np.concatenate(sizes), budget, OFFSET / 100, weights)
     return _MomentsStep(step, round(100 * lift), eps) if 0 < step < _HUGE else None
 
 
@@ -300,8 +307,7 @@ def _fit_clusters(fit: Fit, item: Eligible, method: Method) -> Snap | None:
     for first, last in blocks(item.nbytes // WIDTHS[item.dtype], WIDTHS[item.dtype]):
         values = fit.original(item, first, last)
         x = np.sqrt(values) if root else values
-        x = x[np.isfinite(x)]
-        counts += np.bincount(x.view(np.uint32) >> np.uint32(16), minlength=1 << 16)
+        histogram(np.ascontiguousarray(x[np.isfinite(x)]).view(np.uint32), 16, counts)
     table = find_clusters(counts, int(method.value))
     if table is None:
         return None

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from ckz.checkpoint import ITEMSIZE, Checkpoint
 from ckz.files import FileSet
 from ckz.plan import Candidate
+from ckz.resident import Resident
 from ckz.streams import Extent
 
 Bytes = npt.NDArray[np.uint8]
@@ -42,10 +43,11 @@ class Snap(NamedTuple):
 class RestoredFiles(FileSet):
     """Reads a checkpoint's files with the values and checksums they will have."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint, resident: Resident | None = None) -> None:
         paths = [checkpoint.path_of(i) for i in range(len(checkpoint.files))]
         super().__init__(paths, os.O_RDONLY)
         self._checkpoint = checkpoint
+        self._resident = resident
         self.snaps: dict[int, Snap] = {}
         self._patches: dict[int, list[tuple[int, bytes]]] = {}
 
@@ -72,18 +74,27 @@ class RestoredFiles(FileSet):
         self._patches.setdefault(file, []).append((offset, data))
 
     def read_original(self, extents: Sequence[Extent], out: Bytes) -> None:
-        """Fill ``out`` with what stands there now."""
-        super().read(extents, out)
+        """Fill ``out`` with what stands there now, in the files or in memory."""
+        if self._resident:
+            self._resident.read(extents, out)
+        else:
+            super().read(extents, out)
 
     def read(self, extents: Sequence[Extent], out: Bytes) -> None:
         """Fill ``out`` from extents laid end to end."""
-        super().read(extents, out)
+        self.read_original(extents, out)
         if not self.snaps:
             return
         at = 0
         for extent in extents:
             self._replace(extent, out[at : at + extent.nbytes])
             at += extent.nbytes
+
+    def beside(self, extents: Sequence[Extent], chunk: Bytes) -> Bytes:
+        """Tell a chunk that was read where it lies on a device, if it does unchanged."""
+        if self._resident and not self.snaps:
+            return self._resident.beside(extents, chunk)
+        return chunk
 
     def _replace(self, extent: Extent, out: Bytes) -> None:
         file, offset, nbytes = extent

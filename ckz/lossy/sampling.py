@@ -94,17 +94,27 @@ def entropy(indices: Doubles) -> float:
     return float(-(share * np.log2(share)).sum() + signs)
 
 
-def find_step(sizes: Doubles, budget: float, offset: float) -> tuple[float, float]:
+def find_step(
+    sizes: Doubles, budget: float, offset: float, weights: Doubles | None = None
+) -> tuple[float, float]:
     """Find the largest step whose normalized mean squared error stays within a budget.
+
+    Values are lifted above their steps so far that their product with what they were has the sum
+    that their squares have. In the middle of what becomes them they would be a little nearer, but
+    shorter: as if every change, and the next step, were a few percent smaller, which training
+    notices more than the noise.
 
     Parameters
     ----------
     sizes : magnitudes of a sample.
+    weights : of each in that sum; None: all count alike.
 
     Returns
     -------
     step, lift : the lift as a part of the step, in hundredths.
     """
+    if weights is None:
+        weights = np.ones(sizes.size)
     power = total(sizes * sizes)
     if not power:
         return 0.0, 0.0
@@ -117,7 +127,7 @@ def find_step(sizes: Doubles, budget: float, offset: float) -> tuple[float, floa
         if not step:  # below all float32 numbers
             low = middle + 1
             continue
-        lift = _lift(sizes, step, offset)
+        lift = _lift(sizes, step, offset, weights)
         if total((quantize(sizes, step, offset, lift) - sizes) ** 2) <= budget * power:
             best, low = (step, lift), middle + 1
         else:
@@ -125,9 +135,10 @@ def find_step(sizes: Doubles, budget: float, offset: float) -> tuple[float, floa
     return best
 
 
-def _lift(sizes: Doubles, step: float, offset: float) -> float:
-    """Give how far above its step a value lies on average, in hundredths rounded."""
+def _lift(sizes: Doubles, step: float, offset: float, weights: Doubles) -> float:
+    """Give how far above its step a value lies, in hundredths rounded."""
     far = sizes / step
     index = np.floor(far + offset)
-    above = (far - index)[index > 0]
-    return min(50, max(0, round(100 * total(above) / max(1, above.size)))) / 100
+    pull = weights * far
+    missing, per = total(pull * (far - index)), total(pull[index > 0])
+    return min(50, max(0, round(100 * missing / per if per else 0))) / 100
