@@ -209,6 +209,26 @@ def test_a_chain_of_partial_snapshots(tmp_path: Path, stacked: bool) -> None:
     assert (tmp_path / "again").read_bytes() == (tmp_path / "out").read_bytes()
 
 
+@pytest.mark.parametrize("stacked", [False, True])
+def test_only_the_lost_parts_are_recovered(run: Run, tmp_path: Path, stacked: bool) -> None:
+    """What a crash took from some is read without the rest: each part as it was last saved."""
+    states = [model(step, stacked=stacked) for step in (0, 10)]
+    sources = [save(tmp_path / f"step_{n}0.safetensors", a) for n, a in enumerate(states)]
+    first, second = (tmp_path / f"{source.name}.ckz" for source in sources)
+    assert run("compress", sources[0]).code == 0
+    assert run("compress", sources[1], "--base", first, "--partial", "experts:1").code == 0
+    done = run("decompress", second, "--only", "*layers.1*expert*")
+    assert done.code == 0
+    found = load_file(tmp_path / "step_10.safetensors.only.safetensors")
+    assert set(found) == {n for n in states[1] if "layers.1" in n and "expert" in n}
+    fresh = dict(in_turn({str(i): EXPERTS for i in range(LAYERS)}, 1, 1))["1"]
+    whole = [{**state, **found} for state in states]
+    for e in range(EXPERTS):
+        newest = states[e == fresh]
+        got = expert(whole[1], 1, e, stacked=stacked)
+        assert np.array_equal(got, expert(newest, 1, e, stacked=stacked))
+
+
 def training(step: int) -> dict[str, Any]:
     weights = {n: torch.from_numpy(x) for n, x in model(step, stacked=True).items()}
     moments = {
