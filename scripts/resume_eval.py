@@ -5,8 +5,8 @@
 Every run of a seed sees the same batches, so losses differ by what was lost alone. The difference
 is averaged over the resumed steps, on all tokens and by how often a token stands in the text:
 averages hide damage to rare ones. A *stale* row resumes from the exact checkpoint that the base is,
-as one who saves so much more rarely would. Runs are kept in build/resume; ``--report`` writes
-scripts/results/resume.md from what is there.
+as one who saves so much more rarely would. Runs are kept in build/resume, and rows that are there
+are not run again; ``--report`` writes scripts/results/resume.md from what is there.
 """
 
 from __future__ import annotations
@@ -30,10 +30,12 @@ KEPT = Path("build/resume")
 CYCLES, CYCLE = 10, 4
 PARTIAL = ("experts:1", "experts:2", "experts:1:O", "soft:0.5", "priority:0.125")
 LINK = 10
+AGAIN = "resume, ten times in a row"
 
 ROWS = [
     Row("resume", by_ckz(preset="resume")),
     Row("resume, with a base", by_ckz(preset="resume"), base=1),
+    Row("resume, finer", by_ckz(preset="resume", optimizer="moments:0.001")),
     Row("compact", by_ckz(preset="compact"), base=1),
     Row(
         "compact, finer",
@@ -67,9 +69,9 @@ ROWS = [
 # The rows that are run for longer, of the first seeds; all that are run with another beta2; all
 # that are run of later seeds; and all that are run of tasks other than the first.
 PRESETS = ("resume", "compact")
-LONG_SEEDS, FULL_SEEDS = 5, 2
+LONG_SEEDS, FULL_SEEDS = 3, 2
 SHORT = ("resume", "compact", "states: moments:0.1", "states: cluster:16 (BitSnap)", "ExCP")
-OWN = ("resume", "resume, with a base", "compact", "compact, finer")
+OWN = ("resume", "resume, with a base", "resume, finer", "compact", "compact, finer")
 FEWER = (
     *OWN,
     "states: cluster:16 (BitSnap)",
@@ -95,8 +97,10 @@ def train(task: Task, seed: int, beta2: float, scratch: Path) -> dict[int, Path]
     return saved
 
 
-def evaluate(task: Task, seed: int, beta2: float, scratch: Path) -> dict[str, Any]:
-    """Train one seed and resume it in every way."""
+def evaluate(
+    task: Task, seed: int, beta2: float, scratch: Path, found: dict[str, Any]
+) -> dict[str, Any]:
+    """Train one seed and resume it in every way that is not found already."""
     saved = train(task, seed, beta2, scratch)
     last, base = saved[task.saved], saved[task.base]
     raw = last.stat().st_size
@@ -106,23 +110,27 @@ def evaluate(task: Task, seed: int, beta2: float, scratch: Path) -> dict[str, An
     pipeline.compress(base, packed_base, force=True)
     full = beta2 == 0.95
     longer = task.longer if full and seed < LONG_SEEDS else task.resumed
-    found: dict[str, Any] = {"raw": raw, "parameters": parameters, "rows": {}}
-    found["reference"] = run(task, torch.load(last), seed, longer)
+    if not found:
+        found = {"raw": raw, "parameters": parameters, "rows": {}}
+        found["reference"] = run(task, torch.load(last), seed, longer)
+    rows = found["rows"]
     for back in sorted({task.saved - task.base, LINK}, reverse=True):
+        if f"stale by {back} steps" in rows:
+            continue
         steps = longer if back == task.saved - task.base else task.resumed
         stale = torch.load(saved[task.saved - back])
-        found["rows"][f"stale by {back} steps"] = {
+        rows[f"stale by {back} steps"] = {
             "losses": run(task, stale, seed, steps),
             "nbytes": 0,
             "published": False,
         }
     for row in ROWS:
         wanted = FEWER if task.fewer else OWN if seed >= FULL_SEEDS else [r.name for r in ROWS]
-        if row.name not in (wanted if full else SHORT):
+        if row.name not in (wanted if full else SHORT) or row.name in rows:
             continue
         done = row.save(last, packed_base if row.base else None, scratch)
         steps = longer if row.name in PRESETS else task.resumed
-        found["rows"][row.name] = {
+        rows[row.name] = {
             "losses": run(task, done.state, seed, steps),
             "nbytes": done.nbytes,
             "published": row.published,
@@ -140,15 +148,25 @@ def evaluate(task: Task, seed: int, beta2: float, scratch: Path) -> dict[str, An
                 for text in PARTIAL
             }
         for name, options in chains.items():
+            if name in rows:
+                continue
             done = chained(task, saved, packed_base, scratch, **options)
             losses = run(task, done.state, seed, task.resumed)
-            found["rows"][name] = {"losses": losses, "nbytes": done.nbytes, "published": False}
-        found["rows"]["resume, ten times in a row"] = {
-            "losses": again(task, last, seed, scratch),
-            "nbytes": 0,
-            "published": False,
-        }
+            rows[name] = {"losses": losses, "nbytes": done.nbytes, "published": False}
+        if AGAIN not in rows:
+            losses = again(task, last, seed, scratch)
+            rows[AGAIN] = {"losses": losses, "nbytes": 0, "published": False}
     return found
+
+
+def is_whole(task: Task, seed: int, beta2: float, found: dict[str, Any]) -> bool:
+    """Tell whether no row is missing."""
+    if beta2 != 0.95:
+        return {*SHORT} <= {*found.get("rows", ())}
+    wanted = FEWER if task.fewer else OWN if seed >= FULL_SEEDS else [r.name for r in ROWS]
+    links = (task.saved - task.base) // LINK
+    chains = [f"{preset}, end of a chain of {links}" for preset in PRESETS]
+    return {*wanted, *chains, AGAIN} <= {*found.get("rows", ())}
 
 
 def chained(task: Task, saved: dict[int, Path], base: Path, scratch: Path, **options: Any) -> Saved:
@@ -194,10 +212,11 @@ def main() -> None:
         for seed in range(arguments.seeds):
             for name in arguments.task or TASKS:
                 kept = KEPT / f"{name}_{arguments.beta2:g}_{seed}.json"
-                if kept.exists():
+                found = json.loads(kept.read_text()) if kept.exists() else {}
+                if is_whole(TASKS[name], seed, arguments.beta2, found):
                     continue
                 with tempfile.TemporaryDirectory(dir=KEPT) as scratch:
-                    found = evaluate(TASKS[name], seed, arguments.beta2, Path(scratch))
+                    found = evaluate(TASKS[name], seed, arguments.beta2, Path(scratch), found)
                 kept.write_text(json.dumps(found))
     import resume_report
 

@@ -277,6 +277,46 @@ def test_moments_keep_their_budget(tmp_path: Path) -> None:
         assert budget / 4 < error < 1.1 * budget
 
 
+@pytest.mark.parametrize("budget", [0.004, 0.05, 0.2])
+def test_updates_are_as_long_as_they_were(tmp_path: Path, budget: float) -> None:
+    """Nearest values would be shorter by the error's part, as if steps were smaller."""
+    rng = np.random.default_rng(3)
+    shape = (500, 400)
+    scale = np.exp(rng.normal(0, 1, (500, 1)) + rng.normal(0, 1, (1, 400)))
+    v = scale**2 * np.exp(rng.normal(0, 1.5, shape)) * 1e-8
+    m = scale * rng.laplace(0, 0.3, shape) * 1e-4
+    moments = {
+        "exp_avg": {"w": torch.from_numpy(m.astype(np.float32))},
+        "exp_avg_sq": {"w": torch.from_numpy(v.astype(np.float32))},
+    }
+    before = {"model": {"w": torch.zeros(shape)}, "optimizer": moments}
+    after = unpack(pack(save(tmp_path / "a.pt", before), ask(optimizer=f"moments:{budget}")))
+    m2, v2 = (after["optimizer"][k]["w"].double().numpy() for k in ("exp_avg", "exp_avg_sq"))
+    second = 1 / (np.sqrt(v) + 1e-8)
+    kept = (m * m2 / (np.sqrt(v2) + 1e-8)).sum() / (m * m * second).sum()
+    assert abs(kept - 1) < 0.01 + budget / 20
+    # By themselves, too, for one is forgotten sooner than the other.
+    alone = (m * m / (np.sqrt(v2) + 1e-8)).sum() / (m * m * second).sum()
+    assert abs(alone - 1) < 0.01 + budget / 20
+
+
+@pytest.mark.parametrize("budget", [0.02, 0.08, 0.3])
+def test_changes_are_as_long_as_they_were(tmp_path: Path, budget: float) -> None:
+    rng = np.random.default_rng(4)
+    was = rng.normal(0, 0.02, (500, 400))
+    change = rng.laplace(0, 1e-4, was.shape) * np.exp(rng.normal(0, 1, (500, 1)))
+    old, new = (torch.from_numpy(x.astype(np.float32)) for x in (was, was + change))
+    base = pack(save(tmp_path / "a.pt", {"model": {"w": old}}), ask())
+    source = save(tmp_path / "b.pt", {"model": {"w": new}})
+    after = unpack(pack(source, ask(weights=f"deadzone:{budget}"), base))
+    made = (after["model"]["w"] - old).double().numpy()
+    exact = (new - old).double().numpy()
+    # Each row counts alike, for each has a step of its own.
+    rows = (exact * made).sum(axis=1) / (exact * exact).sum(axis=1)
+    assert abs(rows.mean() - 1) < 0.01 + budget / 20
+    assert ((exact - made) ** 2).sum() < 1.1 * budget * (exact**2).sum()
+
+
 def test_nothing_allowed_is_lossless(tmp_path: Path) -> None:
     source = save(tmp_path / "a.pt", state(0))
     for bound in ("abs:0", "rel:0", "pwrel:0", "update:0"):
