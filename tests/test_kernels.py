@@ -145,6 +145,26 @@ def test_sorting_by_class(dtype: type, shift: int, width: int, coarse: int) -> N
     assert np.array_equal(back, base)
 
 
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.uint32, np.uint64])
+@pytest.mark.parametrize("zeros", [0, 3])
+def test_summaries(dtype: type, zeros: int) -> None:
+    rng = np.random.default_rng(zeros)
+    small = rng.geometric(0.01, 9000).astype(dtype)
+    signs = rng.random(9000) < 0.5
+    values = small << dtype(zeros + 1)
+    values = np.where(signs, values | dtype((2 << zeros) - 1), values).astype(dtype)
+    values[::977] = rng.integers(0, np.iinfo(dtype).max, values[::977].size, dtype=dtype)
+    starts = np.array([0, 0, 1, 7, 1100, 1100, 9000])
+    found = []
+    for form in forms(ulp.summaries):
+        found.append(np.full((6, 3), 7, np.uint64))
+        with np.errstate(over="ignore"):
+            form(values, starts, found[-1])
+    assert np.array_equal(found[0], found[1])
+    assert np.array_equal(found[0], found[2])
+    assert int(found[0][5, 1]) == int(values[1100:].max())
+
+
 def test_changed_symbols() -> None:
     rng = np.random.default_rng(0)
     symbols = rng.integers(0, 255, 500, np.uint8) * (rng.random(500) < 0.3)

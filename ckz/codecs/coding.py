@@ -30,11 +30,16 @@ def _compressible(plane: Bytes) -> bool:
     return bool(excess / (2 * np.log(2)) > _PAYS)
 
 
-def encode_planes(planes: Sequence[Bytes]) -> list[bytes | memoryview]:
-    """Code planes one by one: first their stored lengths, then each coded, or as it is."""
+def encode_planes(planes: Sequence[Bytes], *, always: bool = False) -> list[bytes | memoryview]:
+    """Code planes one by one: first their stored lengths, then each coded, or as it is.
+
+    Parameters
+    ----------
+    always : try them all; of planes that are known to be compressible no sample need be looked at.
+    """
     stored: list[bytes | memoryview] = []
     for plane in planes:
-        coded = compress(plane) if _compressible(plane) else plane.data
+        coded = compress(plane) if always or _compressible(plane) else plane.data
         stored.append(coded if len(coded) < plane.size else plane.data)
     return [struct.pack(f"<{len(stored)}I", *map(len, stored)), *stored]
 

@@ -33,7 +33,6 @@ Words = npt.NDArray[Any]
 _ESCAPE = 255
 # Symbols that say little are given as a bitmap and the others: a Huffman code has a floor of a bit.
 _PLAIN, _BITMAP = 0, 1
-_SAMPLE = 1024
 # Elements -> bits of the class to drop: a class costs its header and its Huffman code.
 _COARSE = ((1 << 15, 0), (1 << 12, 1), (1 << 10, 2), (0, 4))
 _CLASS = struct.Struct("<IBBI")
@@ -79,9 +78,13 @@ def _how(dtype: str, n: int) -> tuple[int, int, int]:
 def encode_difference(dtype: str, current: Words, base: Words) -> bytes:
     """Code elements as differences to others, both as unsigned bits."""
     ordered, starts = kernels.sorted_differences(current, base, _how(dtype, base.size))
+    summaries = np.empty((len(starts) - 1, 3), np.uint64)
+    kernels.summaries(ordered, starts, summaries)
     coded = [
-        _encode_class(ordered[first:last])
-        for first, last in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)
+        _encode_class(ordered[first:last], *summary)
+        for first, last, summary in zip(
+            starts[:-1].tolist(), starts[1:].tolist(), summaries.tolist(), strict=True
+        )
     ]
     return b"".join([*(head for head, _ in coded), *(body for _, body in coded)])
 
@@ -111,37 +114,35 @@ def decode_difference(dtype: str, payload: memoryview, base: Words, out: Words) 
     kernels.add_sorted_differences(base, ordered, order, how[1], out)
 
 
-def _shift_of(values: Words) -> int:
-    """Choose the bits that are not coded: all but eight of what nearly every value has."""
-    sample = values[:: max(1, values.size // _SAMPLE)]
-    rank = sample.size - 1 - sample.size // 100
-    usual = int(np.partition(sample, rank)[rank])
-    return max(0, -(-(usual.bit_length() - 8) // 4)) if usual >= _ESCAPE else 0
+def _common_zeros(union: int) -> int:
+    """Count the low bits that are zero in all differences: of floats that have fewer bits.
 
-
-def _common_zeros(values: Words) -> int:
-    """Count the low bits that are zero in all differences: of floats that have fewer bits."""
-    sample = values[:: max(1, values.size // _SAMPLE)]
-    # Zigzagged, a negative one has ones there.
-    if int(np.bitwise_or.reduce(sample ^ (0 - (sample & 1)))) & 2:
-        return 0
-    found = int(np.bitwise_or.reduce(values ^ (0 - (values & 1)))) >> 1
+    Zigzagged, a negative one has ones there; they are flipped in the union of all.
+    """
+    found = union >> 1
     return (found & -found).bit_length() - 1 if found else 0
 
 
-def _encode_class(values: Words) -> tuple[bytes, bytes]:
-    """Code the zigzagged differences of one class; give its header and its body."""
+def _encode_class(values: Words, union: int, largest: int, length: int) -> tuple[bytes, bytes]:
+    """Code the zigzagged differences of one class; give its header and its body.
+
+    Parameters
+    ----------
+    union, largest, length : see ``kernels.summaries``.
+    """
     n = values.size
     if not n:
         return _CLASS.pack(0, 0, _PLAIN, 0), b""
-    low = _common_zeros(values)
+    low = _common_zeros(union)
     if low:
         values = values >> values.dtype.type(low + 1) << 1 | values & 1
-    k = _shift_of(values)
+        largest = largest >> (low + 1) << 1 | largest & 1
+    # The bits that are not coded: all but eight of what nearly every value has.
+    k = max(0, -(-(length - low - 8) // 4))
     symbols = scratch("symbols", n)
     upper = values >> values.dtype.type(4 * k) if k else values
     escaped = values[:0]
-    if int(upper.max()) >= _ESCAPE:
+    if largest >> 4 * k >= _ESCAPE:
         upper = np.minimum(upper, values.dtype.type(_ESCAPE))
         escaped = values[upper == _ESCAPE]
     symbols[:] = upper
@@ -154,10 +155,10 @@ def _encode_class(values: Words) -> tuple[bytes, bytes]:
 def _encode_symbols(symbols: Bytes) -> tuple[int, list[bytes | memoryview]]:
     count = int(np.count_nonzero(symbols))
     if count > symbols.size // 2:
-        return _PLAIN, encode_planes([symbols])
+        return _PLAIN, encode_planes([symbols], always=True)
     changed = scratch("changed", symbols.size + 1)
     kernels.squeeze(symbols, changed)
-    planes = encode_planes([np.packbits(symbols), changed[:count]])
+    planes = encode_planes([np.packbits(symbols), changed[:count]], always=True)
     return _BITMAP, [struct.pack("<I", count), *planes]
 
 
@@ -189,6 +190,7 @@ def _decode_class(head: tuple[int, int, int, int], payload: memoryview, out: Wor
         return payload
     symbols, payload = _decode_symbols(form, payload, n)
     out[:] = symbols
+    escapes = np.flatnonzero(symbols == _ESCAPE) if nescaped else None
     if k:
         np.left_shift(out, out.dtype.type(4 * k), out=out)
         sizes = [n] * (k // 2) + [(n + 1) // 2] * (k % 2)
@@ -198,12 +200,11 @@ def _decode_class(head: tuple[int, int, int, int], payload: memoryview, out: Wor
         if k % 2:
             nibbles = np.concatenate([planes[-1] & 15, planes[-1] >> 4])[:n].astype(out.dtype)
             np.bitwise_or(out, nibbles << out.dtype.type(4 * (k - 1)), out=out)
-    if nescaped:
-        where = np.flatnonzero(symbols == _ESCAPE)
+    if escapes is not None:
         nbytes = nescaped * out.itemsize
-        if where.size != nescaped or len(payload) < nbytes:
+        if escapes.size != nescaped or len(payload) < nbytes:
             raise CorruptError("a class of differences does not have the escapes it states")
-        out[where] = np.frombuffer(payload, out.dtype, nescaped)
+        out[escapes] = np.frombuffer(payload, out.dtype, nescaped)
         payload = payload[nbytes:]
     if low:
         ones = (0 - (out & 1)) & out.dtype.type((1 << (low + 1)) - 1)
@@ -214,9 +215,7 @@ def _decode_class(head: tuple[int, int, int, int], payload: memoryview, out: Wor
 def _decode_symbols(form: int, payload: memoryview, n: int) -> tuple[Bytes, memoryview]:
     if form == _PLAIN:
         (plane,), rest = decode_planes(payload, [n])
-        symbols = scratch("symbols", n)
-        symbols[:] = plane
-        return symbols, rest
+        return plane, rest
     if len(payload) < 4:
         raise CorruptError("a class of differences lacks its bitmap")
     count = int.from_bytes(payload[:4], "little")
