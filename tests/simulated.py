@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from conftest import Run
 from cuda_cases import CASES, copies, near, words, written
-from safetensors.numpy import save_file
 
 import ckz
 from ckz import codecs, kernels
@@ -80,24 +80,21 @@ def test_payloads_of_the_simulator(
 
 
 def save_run(directory: Path) -> list[Path]:
-    """Two saves of a tiny training state."""
-    rng = np.random.default_rng(0)
-    weight = rng.standard_normal((48, 32)).astype(np.float32) / 16
+    """Train a small network, and save its state twice, as training scripts do."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(32, 48), torch.nn.GELU(), torch.nn.Linear(48, 8))
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     saved = []
-    for step in (10, 20):
-        weight = weight + rng.standard_normal(weight.shape).astype(np.float32) / 4000
-        moment = rng.standard_normal(weight.shape).astype(np.float32) / 1000
-        path = directory / f"step_{step}.safetensors"
-        save_file(
-            {
-                "model.w": (weight.view(np.uint32) >> np.uint32(16)).astype(np.uint16),
-                "model.e": weight,
-                "optimizer.state.0.exp_avg": moment,
-                "optimizer.state.0.exp_avg_sq": moment * moment + np.float32(1e-9),
-            },
-            path,
-        )
-        saved.append(path)
+    for step in range(1, 9):
+        x = torch.randn(16, 32)
+        optimizer.zero_grad()
+        (model(x) - x[:, :8]).square().mean().backward()
+        optimizer.step()
+        if step in (4, 8):
+            weights = {name: w.bfloat16() for name, w in model.state_dict().items()}
+            state = {"model": weights, "optimizer": optimizer.state_dict()}
+            saved.append(directory / f"step_{step}.pt")
+            torch.save({**state, "masters": model.state_dict()}, saved[-1])
     return saved
 
 
