@@ -7,7 +7,18 @@ from typing import Any
 
 import numpy as np
 
-from ckz.kernels import Kernel, bitmask, buckets, clusters, means, planes, quantize, scan, ulp
+from ckz.kernels import (
+    Kernel,
+    bitmask,
+    buckets,
+    clusters,
+    means,
+    planes,
+    quantize,
+    scan,
+    sorting,
+    ulp,
+)
 
 Make = Callable[[int, np.random.Generator], list[Any]]
 
@@ -130,15 +141,15 @@ def _rank(n: int, rng: np.random.Generator) -> list[Any]:
     top = np.array([int((base >> 7 & 0xFF).max(initial=0))], np.int32)
     return [
         *(base, 7, 8, int(n < 4096), top, scan.tile_of(n)),
-        *(empty(n), empty(ulp.CLASSES * _tiles(n), np.int64)),
+        *(empty(n), empty(sorting.CLASSES * _tiles(n), np.int64)),
     ]
 
 
 def _move(back: bool) -> Make:
     def make(n: int, rng: np.random.Generator) -> list[Any]:
         *arguments, found, counts = _rank(n, rng)
-        ulp._rank_numpy(*arguments, found, counts)
-        rows = counts.reshape(ulp.CLASSES, -1)
+        sorting._rank_numpy(*arguments, found, counts)
+        rows = counts.reshape(sorting.CLASSES, -1)
         ends = np.cumsum(rows.sum(axis=1))
         starts = (np.cumsum(rows, axis=1) - rows).reshape(-1)
         offsets = np.concatenate([[0], ends[:-1]])
@@ -248,10 +259,10 @@ CASES: dict[str, tuple[Kernel, Make]] = {
         ulp.add_zigzag,
         lambda n, rng: [words(n, rng), words(n, rng), True, empty(n, np.uint16)],
     ),
-    "ulp.top": (ulp._top, _top),
-    "ulp.rank": (ulp._rank, _rank),
-    "ulp.sort": (ulp._move, _move(False)),
-    "ulp.unsort": (ulp._move, _move(True)),
+    "sorting.top": (sorting._top, _top),
+    "sorting.rank": (sorting._rank, _rank),
+    "sorting.sort": (sorting._move, _move(False)),
+    "sorting.unsort": (sorting._move, _move(True)),
     "bitmask.mark": (bitmask.mark, _mark),
     "bitmask.count": (bitmask.count, _count),
     "bitmask.take": (bitmask.take, _take),

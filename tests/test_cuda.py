@@ -79,7 +79,7 @@ def test_kernels_compile_to_ptx(name: str, capability: tuple[int, int]) -> None:
 def test_ballots_are_where_they_pay() -> None:
     from numba import cuda, typeof
 
-    for name in ("bitmask.mark", "bitmask.take", "bitmask.fill", "ulp.rank", "ulp.sort"):
+    for name in ("bitmask.mark", "bitmask.take", "bitmask.fill", "sorting.rank", "sorting.sort"):
         kernel, make = CASES[name]
         signature = tuple(typeof(a) for a in make(64, np.random.default_rng(0)))
         ptx, _ = cuda.compile_ptx(device.for_cuda(kernel, simulated=False), signature, cc=(9, 0))

@@ -11,7 +11,7 @@ from test_codecs import weights
 
 from ckz import kernels
 from ckz.codecs.planes import Planes
-from ckz.kernels import Kernel, planes, quantize, ulp
+from ckz.kernels import Kernel, planes, quantize, sorting, ulp
 
 SIZES = [0, 1, 7, 8, 64, 1000, 1024]
 
@@ -131,17 +131,20 @@ def test_zigzag_and_back(dtype: type, is_float: bool) -> None:
 def test_sorting_by_class(dtype: type, shift: int, width: int, coarse: int) -> None:
     base = np.random.default_rng(0).integers(0, np.iinfo(dtype).max, 500, dtype=dtype)
     found = []
-    for form in forms(ulp.classes):
-        classes, counts = np.empty(500, np.uint8), np.empty((ulp.LANES, ulp.CLASSES), np.int64)
+    for form in forms(sorting.classes):
+        classes, counts = (
+            np.empty(500, np.uint8),
+            np.empty((sorting.LANES, sorting.CLASSES), np.int64),
+        )
         form(base, shift, width, coarse, classes, counts)
         found.append([classes, counts])
     classes, counts = assert_equal(found)
     assert counts.sum() == 500
     inside = np.cumsum(counts, axis=0) - counts
     starts = inside + np.cumsum(counts.sum(axis=0)) - counts.sum(axis=0)
-    (ordered,) = assert_equal(outputs(ulp.scatter, [base, classes, starts], [(500, dtype)]))
+    (ordered,) = assert_equal(outputs(sorting.scatter, [base, classes, starts], [(500, dtype)]))
     assert np.array_equal(ordered, base[np.argsort(classes, kind="stable")])
-    (back,) = assert_equal(outputs(ulp.gather, [ordered, classes, starts], [(500, dtype)]))
+    (back,) = assert_equal(outputs(sorting.gather, [ordered, classes, starts], [(500, dtype)]))
     assert np.array_equal(back, base)
 
 

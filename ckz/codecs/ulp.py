@@ -26,6 +26,7 @@ from ckz.errors import CorruptError
 from ckz.kernels import ulp as kernels
 from ckz.kernels.buffers import scratch
 from ckz.kernels.device import put
+from ckz.kernels.sorting import order_by_class
 
 Bytes = npt.NDArray[np.uint8]
 Words = npt.NDArray[Any]
@@ -99,7 +100,7 @@ def decode_difference(dtype: str, payload: memoryview, base: Words, out: Words) 
     """
     how = _how(dtype, base.size)
     base = put("base", base)
-    order = kernels.order_by_class(base, *how)
+    order = order_by_class(base, *how)
     starts = order.starts
     size = _CLASS.size * (len(starts) - 1)
     if len(payload) < size:
