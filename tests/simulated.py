@@ -168,6 +168,24 @@ def test_a_state_on_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert copies_of_chunks[1] < copies_of_chunks[0]
 
 
+def test_a_device_that_fails(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its memory may be full: one line, no output, and no fallback that nobody asked for."""
+
+    class CudaAPIError(Exception):
+        __module__ = "numba.cuda.cudadrv.driver"
+
+    def fail(kernel: object) -> None:
+        raise CudaAPIError("[2] Call to cuMemAlloc results in CUDA_ERROR_OUT_OF_MEMORY\nmore")
+
+    monkeypatch.setattr(device, "_compiled", fail)
+    _, source = save_run(tmp_path)
+    done = run("compress", source, "--device", "cuda")
+    assert done.code == 1
+    assert done.err.count("\n") == 1
+    assert "the GPU fails: [2] Call to cuMemAlloc results in CUDA_ERROR_OUT_OF_MEMORY;" in done.err
+    assert not source.with_name(f"{source.name}.ckz").exists()
+
+
 def test_the_device_is_described(run: Run) -> None:
     assert device.why_not() == ""
     assert "simulator" in run("inspect", "--device").out

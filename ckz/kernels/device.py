@@ -15,7 +15,8 @@ from __future__ import annotations
 import ctypes.util
 import os
 import threading
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -216,16 +217,29 @@ def put(key: str, array: Any) -> Any:
         return array
     if (twin := _twin(array)) is not None:
         return twin
-    stream = _stream()
-    there = room(f"put {key}", array.size, array.dtype)
-    if array.size:
-        if key in _local.copying:  # or what is still being read would change
-            _wait(stream)
-        staged = _pinned(f"put {key}", array.size, array.dtype)
-        staged[:] = array
-        there.copy_to_device(staged, stream=stream)
-        _local.copying.add(key)
-    return there
+    with _explained():
+        stream = _stream()
+        there = room(f"put {key}", array.size, array.dtype)
+        if array.size:
+            if key in _local.copying:  # or what is still being read would change
+                _wait(stream)
+            staged = _pinned(f"put {key}", array.size, array.dtype)
+            staged[:] = array
+            there.copy_to_device(staged, stream=stream)
+            _local.copying.add(key)
+        return there
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Make errors of the driver, such as of memory that is full, ours."""
+    try:
+        yield
+    except Exception as error:
+        if type(error).__module__.partition(".")[0] not in ("numba", "numba_cuda", "cuda"):
+            raise
+        said = str(error).partition("\n")[0]
+        raise CkzError(f"the GPU fails: {said}; --device cpu gives the same bytes") from error
 
 
 def _wait(stream: Any) -> None:
@@ -238,11 +252,12 @@ def get(key: str, array: Any) -> Array:
     if not is_on_device(array):
         found: Array = array
         return found
-    stream = _stream()
-    staged = _pinned(f"get {key}", array.size, array.dtype)
-    if array.size:
-        array.copy_to_host(staged, stream=stream)
-    _wait(stream)
+    with _explained():
+        stream = _stream()
+        staged = _pinned(f"get {key}", array.size, array.dtype)
+        if array.size:
+            array.copy_to_host(staged, stream=stream)
+        _wait(stream)
     return staged
 
 
@@ -263,7 +278,7 @@ def launch(kernel: Kernel, args: tuple[Any, ...]) -> None:
     shape = (-(-max(sizes) // _THREADS), _THREADS)
     shape = _SIMULATED if is_simulated() else (min(shape[0], _BLOCKS), _THREADS)
     # The simulator runs one kernel at a time, in whatever thread.
-    with _one_at_a_time if is_simulated() else nullcontext():
+    with _explained(), _one_at_a_time if is_simulated() else nullcontext():
         _compiled(kernel)[*shape, _stream()](*there)
     for number in outputs:
         if isinstance(args[number], np.ndarray) and args[number].size:
