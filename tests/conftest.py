@@ -22,6 +22,10 @@ hypothesis.settings.register_profile("default", max_examples=60, deadline=None)
 hypothesis.settings.register_profile("ci", max_examples=400, deadline=None)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
+# What a shell starts in the background ignores ^C, and so would all that is started here.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 
 
