@@ -168,9 +168,10 @@ def test_compression_survives_a_hiccup(
 
 def test_a_signal_at_any_moment_leaves_nothing(tmp_path: Path) -> None:
     """A process that takes the lock and gives it back all the time is told to end."""
-    code = "import sys\nfrom pathlib import Path\nfrom ckz.cli import stopping\n"
+    code = "import sys, time\nfrom pathlib import Path\nfrom ckz.cli import stopping\n"
     code += "from ckz.locking import locked\nstopping.catch()\nprint('go', flush=True)\n"
-    code += "while True:\n    with locked(Path(sys.argv[1])):\n        pass\n"
+    # Not for ever, should nobody be left to end it.
+    code += "while time.process_time() < 30:\n    with locked(Path(sys.argv[1])):\n        pass\n"
     for number in range(12):
         process = subprocess.Popen(
             [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True
