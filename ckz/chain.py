@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -75,20 +76,35 @@ class Snapshot(NamedTuple):
     before: Before = Before(None, (), {})
 
 
+@dataclass(frozen=True)
+class Search:
+    """What is known while bases of bases are looked for.
+
+    Attributes
+    ----------
+    opening : the containers whose bases are being opened: none can be a base of its own.
+    failed : what could not be opened. A search that tried again at every level would never end.
+    stated : digests and lengths that containers say they hold.
+    """
+
+    opening: tuple[Path, ...] = ()
+    failed: set[Path] = field(default_factory=set)
+    stated: dict[Path, set[tuple[int, bytes]]] = field(default_factory=dict)
+
+
 @contextmanager
 def open_snapshot(
     path: Path,
     *,
     base: Path | None = None,
     base_dir: Path | None = None,
-    level: int = 0,
-    failed: set[Path] | None = None,
+    search: Search | None = None,
 ) -> Iterator[Snapshot]:
     """Open a source or a .ckz, with its bases, for reading spans.
 
     Parameters
     ----------
-    base, base_dir : as those of ``open_decoder``.
+    base, base_dir, search : as those of ``open_decoder``.
 
     Raises
     ------
@@ -107,7 +123,7 @@ def open_snapshot(
             return
         container = stack.enter_context(open_container(path))
         decoder = stack.enter_context(
-            open_decoder(container, base=base, base_dir=base_dir, level=level, failed=failed)
+            open_decoder(container, base=base, base_dir=base_dir, search=search)
         )
         digests, read = partial(_stored_digests, container), partial(_read_span, decoder)
         depth, chain, full = 0, 0, container.nbytes
@@ -167,8 +183,7 @@ def open_decoder(
     *,
     base: Path | None = None,
     base_dir: Path | None = None,
-    level: int = 0,
-    failed: set[Path] | None = None,
+    search: Search | None = None,
 ) -> Iterator[Decoder]:
     """Open what a container leans on, and give a decoder for it.
 
@@ -176,8 +191,7 @@ def open_decoder(
     ----------
     base : the base, if it is known; else it is looked for, by content, in ``base_dir`` and
         beside the container.
-    level, failed : how deep in a chain this is, and what could not be opened there; a search that
-        tried again at every level would never end.
+    search : what the one that leans on this container found out.
 
     Raises
     ------
@@ -187,24 +201,29 @@ def open_decoder(
     if not len(container.base_spans):
         yield Decoder(container)
         return
-    if level >= MAX_DEPTH:
+    search = search or Search()
+    if len(search.opening) >= MAX_DEPTH:
         raise BaseError(f"{container.path}: leans on more than {MAX_DEPTH} bases")
-    failed = set() if failed is None else failed
+    search = replace(search, opening=(*search.opening, container.path.resolve()))
     name = Path(container.meta["base"]["name"]).name
     fault = f"{container.path}: no file beside it holds its base, {name!r}"
     for path in [base] if base else _places(container, base_dir):
-        if path.resolve() in failed:
+        if path.resolve() in (*search.opening, *search.failed):
             continue
         with ExitStack() as stack:
             try:
-                if base is None and is_container(path):
-                    _check_digests(container, path)
-                opened = open_snapshot(path, level=level + 1, failed=failed)
-                snapshot = stack.enter_context(opened)
+                # Of others than the one that is named nobody wants to know what they lack.
+                named = base is not None or path.name in (name, f"{name}.ckz")
+                if base is None and not _states(path, container, search, named=named):
+                    continue
+                try:
+                    snapshot = stack.enter_context(open_snapshot(path, search=search))
+                except (CkzError, OSError):
+                    search.failed.add(path.resolve())
+                    raise
                 where = _locate(container, snapshot)
             except (CkzError, OSError) as err:
-                failed.add(path.resolve())
-                if base or path.name in (name, f"{name}.ckz"):
+                if named:
                     # What a base of the base lacks says so itself.
                     own = isinstance(err, BaseError)
                     fault = str(err) if own else f"{container.path}: its base: {err}"
@@ -228,13 +247,32 @@ def _places(container: Container, base_dir: Path | None) -> Iterator[Path]:
                 yield path
 
 
-def _check_digests(container: Container, path: Path) -> None:
-    """Check what a .ckz states to hold, before its own bases are opened."""
-    with open_container(path) as other:
-        snapshot = Snapshot(
-            path, other.checkpoint, partial(_stored_digests, other), _unread, 0, 0, 0, _unread
-        )
-        _locate(container, snapshot)
+def _states(path: Path, container: Container, search: Search, *, named: bool) -> bool:
+    """Tell whether a .ckz says that it holds a base, before its own bases are opened.
+
+    Raises
+    ------
+    BaseError
+        If it does not and is ``named``: which tensor differs.
+    """
+    if not is_container(path):
+        return True
+    key = path.resolve()
+    if key not in search.stated or named:
+        try:
+            with open_container(path) as other:
+                lengths = [span.nbytes for span in other.checkpoint.spans]
+                digests = _stored_digests(other)
+                search.stated[key] = {*zip(lengths, digests, strict=True)}
+                if named:
+                    checkpoint = other.checkpoint
+                    stated = Snapshot(path, checkpoint, lambda: digests, _unread, 0, 0, 0, _unread)
+                    _locate(container, stated)
+        except (CkzError, OSError) as err:
+            if not isinstance(err, BaseError):
+                search.failed.add(key)
+            raise
+    return {*map(tuple, container.base_spans.tolist())} <= search.stated[key]
 
 
 def _unread(span: int, start: int, out: Bytes) -> None:

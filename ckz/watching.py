@@ -163,7 +163,7 @@ def one_pass(root: Path, seen: dict[str, Seen], settings: Settings) -> Iterator[
             before = state_of(root / entry.name)
             if (root / f"{entry.name}.ckz").exists():
                 _free(root, f"{entry.name}.ckz", settings)
-            report = _compress(root, entry, state, settings)
+            report = _compress(root, entry, entries, state, settings)
             if state_of(root / entry.name) != before:
                 # The .ckz holds what was read, whole; the newer state is compressed over it later.
                 (root / f"{entry.name}.ckz").unlink()
@@ -194,10 +194,16 @@ def _free(root: Path, name: str, settings: Settings) -> None:
             rebase(root / other.name, threads=settings.threads, memory=settings.memory)
 
 
-def _compress(root: Path, entry: Entry, state: State, settings: Settings) -> Report:
+def _compress(
+    root: Path, entry: Entry, entries: Sequence[Entry], state: State, settings: Settings
+) -> Report:
     own = f"{entry.name}.ckz"
     base = root / state.last if settings.based and state.last not in ("", own) else None
-    if base is not None and (base.parent != (root / entry.name).parent or not _holds(base, state)):
+    if base is not None and not (
+        base.parent == (root / entry.name).parent
+        and _holds(base, state)
+        and _is_earlier(state.last, entry, entries)
+    ):
         base = None
     return pipeline.compress(
         root / entry.name,
@@ -211,6 +217,20 @@ def _compress(root: Path, entry: Entry, state: State, settings: Settings) -> Rep
         force=True,
         verify=True,
     )
+
+
+def _is_earlier(last: str, entry: Entry, entries: Sequence[Entry]) -> bool:
+    """Tell whether what was written last comes before: what leans back only can make no circle.
+
+    An older one may come later, if its .ckz was moved away: by now another leans on that.
+    """
+    source = last.removesuffix(".ckz")
+    before = [e for e in entries if e.name in (last, source)]
+    return bool(before) and max(map(_place, before)) < _place(entry)
+
+
+def _place(entry: Entry) -> tuple[int, float]:
+    return entry.step or 0, entry.time
 
 
 def _holds(base: Path, state: State) -> bool:

@@ -192,6 +192,27 @@ def pair(tmp_path: Path) -> tuple[Path, Path]:
     return a, b
 
 
+def test_bases_that_lean_on_each_other_are_passed_over(tmp_path: Path) -> None:
+    """What a container needs lies in two others, one of which needs that container itself."""
+    one = save(tmp_path / "1.safetensors", first())
+    two = save(tmp_path / "2.safetensors", later(first()))
+    full, delta = (path.with_name(f"{path.name}.ckz") for path in (one, two))
+    pipeline.compress(one, full)
+    pipeline.compress(two, delta, base=full)
+    moved = full.rename(tmp_path / "z-moved.ckz")
+    pipeline.compress(one, full, base=delta)
+    one.rename(tmp_path / "away")
+    for path in (full, delta, moved):
+        pipeline.verify(path, data=True)
+    pipeline.decompress(delta, tmp_path / "out")
+    assert (tmp_path / "out").read_bytes() == two.read_bytes()
+    moved.unlink()
+    two.unlink()
+    for path in (full, delta):
+        with pytest.raises(BaseError, match="no file beside it holds its base"):
+            pipeline.verify(path, data=True)
+
+
 def test_a_missing_base_is_named(pair: tuple[Path, Path]) -> None:
     a, b = pair
     a.rename(a.with_name("hidden"))

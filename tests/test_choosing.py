@@ -65,9 +65,9 @@ def test_choices_are_nearly_the_best(corpus: Path, based: bool) -> None:
             checkpoint = read_checkpoint(source)
             snapshot = stack.enter_context(open_snapshot(corpus / SERIES[name])) if based else None
             leans = match_base(checkpoint, snapshot.checkpoint) if snapshot else {}
-            replays = _find_replays(checkpoint, snapshot, leans) if snapshot else {}
-            plan = make_plan(checkpoint, "default", find_casts(checkpoint), leans, replays)
             files = stack.enter_context(RestoredFiles(checkpoint))
+            replays = _find_replays(checkpoint, files, snapshot, leans) if snapshot else {}
+            plan = make_plan(checkpoint, "default", find_casts(checkpoint), leans, replays)
             workers = stack.enter_context(start_workers(2, DEFAULT_MEMORY))
             encoder = Encoder(checkpoint, plan, files, snapshot)
             read_ref = partial(encoder._read_ref, files)

@@ -50,6 +50,18 @@ def test_each_leans_on_the_one_before(tmp_path: Path) -> None:
     assert base_of(tmp_path / "step_4.pt.ckz") == "step_3.pt.ckz"
 
 
+def test_an_older_one_does_not_lean_on_a_newer(tmp_path: Path) -> None:
+    """Its .ckz was moved away, so it is written again, but the newer one leans on the moved one."""
+    for step in (1, 2):
+        save(tmp_path, f"step_{step}.pt", step)
+    watched(tmp_path)
+    (tmp_path / "step_1.pt.ckz").rename(tmp_path / "moved.ckz")
+    assert watched(tmp_path) == [("compressed", "step_1.pt")]
+    assert base_of(tmp_path / "step_1.pt.ckz") is None
+    for path in tmp_path.glob("*.ckz"):
+        pipeline.verify(path, data=True)
+
+
 def test_the_first_one_alone_is_taken(tmp_path: Path) -> None:
     save_trainer(tmp_path, 5)
     save(tmp_path, "best.pt", 5)
