@@ -99,9 +99,13 @@ def simulate(*arguments: str, **environment: str) -> subprocess.CompletedProcess
 
 
 @needs_numba_cuda
-def test_in_the_simulator() -> None:
+@pytest.mark.parametrize(
+    "which", ["agree and not 1500", pytest.param("not agree or 1500", marks=pytest.mark.slow)]
+)
+def test_in_the_simulator(which: str) -> None:
     """What stands in simulated.py, in a process where the simulator is a device."""
-    done = simulate("-m", "pytest", "-q", "-p", "no:cacheprovider", str(TESTS / "simulated.py"))
+    tests = str(TESTS / "simulated.py")
+    done = simulate("-m", "pytest", "-q", "-p", "no:cacheprovider", tests, "-k", which)
     assert done.returncode == 0, done.stdout[-3000:]
     assert " passed" in done.stdout
 
