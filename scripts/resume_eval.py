@@ -124,9 +124,9 @@ def evaluate(
             "nbytes": 0,
             "published": False,
         }
+    wanted = wanted_rows(task, seed, beta2)
     for row in ROWS:
-        wanted = FEWER if task.fewer else OWN if seed >= FULL_SEEDS else [r.name for r in ROWS]
-        if row.name not in (wanted if full else SHORT) or row.name in rows:
+        if row.name not in wanted or row.name in rows:
             continue
         done = row.save(last, packed_base if row.base else None, scratch)
         steps = longer if row.name in PRESETS else task.resumed
@@ -137,10 +137,8 @@ def evaluate(
         }
         print(f"{task.name}, seed {seed}: {row.name}: {done.nbytes / raw:.4f} of raw", flush=True)
     if full:
-        links = (task.saved - task.base) // LINK
         chains: dict[str, dict[str, Any]] = {
-            f"{preset}, end of a chain of {links}": {"methods": methods_of(preset)}
-            for preset in PRESETS
+            name: {"methods": methods_of(preset)} for preset, name in chain_names(task).items()
         }
         if "experts" in task.name and seed < FULL_SEEDS:
             chains |= {
@@ -159,14 +157,25 @@ def evaluate(
     return found
 
 
+def wanted_rows(task: Task, seed: int, beta2: float) -> tuple[str, ...]:
+    """Give the names of the rows of single restores that are run."""
+    if beta2 != 0.95:
+        return SHORT
+    if task.fewer:
+        return FEWER
+    return OWN if seed >= FULL_SEEDS else tuple(row.name for row in ROWS)
+
+
+def chain_names(task: Task) -> dict[str, str]:
+    """Give the name of each preset's row of a chain."""
+    links = (task.saved - task.base) // LINK
+    return {preset: f"{preset}, end of a chain of {links}" for preset in PRESETS}
+
+
 def is_whole(task: Task, seed: int, beta2: float, found: dict[str, Any]) -> bool:
     """Tell whether no row is missing."""
-    if beta2 != 0.95:
-        return {*SHORT} <= {*found.get("rows", ())}
-    wanted = FEWER if task.fewer else OWN if seed >= FULL_SEEDS else [r.name for r in ROWS]
-    links = (task.saved - task.base) // LINK
-    chains = [f"{preset}, end of a chain of {links}" for preset in PRESETS]
-    return {*wanted, *chains, AGAIN} <= {*found.get("rows", ())}
+    chains = (*chain_names(task).values(), AGAIN) if beta2 == 0.95 else ()
+    return {*wanted_rows(task, seed, beta2), *chains} <= {*found.get("rows", ())}
 
 
 def chained(task: Task, saved: dict[int, Path], base: Path, scratch: Path, **options: Any) -> Saved:

@@ -94,8 +94,8 @@ def bars(task: str, found: dict[str, Figure]) -> Iterator[Bar]:
     title = TASKS[task].name
     back = TASKS[task].saved - TASKS[task].base
     stale, short = found[f"stale by {back} steps"], found[f"stale by {resume_eval.LINK} steps"]
-    links = back // resume_eval.LINK
-    chain = {p: found[f"{p}, end of a chain of {links}"] for p in resume_eval.PRESETS}
+    names = resume_eval.chain_names(TASKS[task])
+    chain = {preset: found[name] for preset, name in names.items()}
     if task in _MIXED:
         for work, bar, value in (
             ("resume, alone", 0.24, found["resume"].size),
@@ -122,7 +122,7 @@ def bars(task: str, found: dict[str, Figure]) -> Iterator[Bar]:
         f"{short.difference:+.4f} +- {short.error:.4f}",
         short.shows,
     )
-    for name, link in (("compact", stale), (f"compact, end of a chain of {links}", short)):
+    for name, link in (("compact", stale), (names["compact"], short)):
         row = found[name]
         worst = max(c / s for c, s in zip(row.classes, link.classes, strict=True))
         yield Bar(

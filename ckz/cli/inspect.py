@@ -72,16 +72,16 @@ def _show_device(*, as_json: bool) -> None:
     from ckz.kernels import device
 
     found = device.describe()
+    capability = ".".join(map(str, found.capability)) if found else None
     if as_json:
         fields = {
             "name": found and found.name,
             "nbytes": found and found.nbytes,
-            "capability": found and ".".join(map(str, found.capability)),
+            "capability": capability,
             "reason": device.why_not() or None,
         }
         print_result(json.dumps({"version": 1, "device": fields}))
     elif found:
-        capability = ".".join(map(str, found.capability))
         memory = f", {text.size(found.nbytes)}" if found.nbytes else ""
         print_result(
             f"device: {text.printable(found.name)}{memory}, compute capability {capability}"
