@@ -17,7 +17,8 @@ import numpy as np
 import torch
 
 from ckz import pipeline
-from ckz.codecs.indices import encode_indices, fold
+from ckz.codecs.indices import encode_indices
+from ckz.kernels.folding import fold
 from ckz.lossy import methods_of
 
 State = dict[str, Any]

@@ -17,10 +17,11 @@ import numpy as np
 
 from ckz.codecs import quantized
 from ckz.codecs.floats import WIDTHS, Bytes, Floats
-from ckz.codecs.indices import Indices, unfold
+from ckz.codecs.indices import Indices
 from ckz.errors import CorruptError
 from ckz.kernels import clusters as kernels
 from ckz.kernels.clusters import CODES
+from ckz.kernels.folding import unfold
 
 MAX_CLUSTERS = 256
 

@@ -123,13 +123,3 @@ def _decode(payload: memoryview, n: int, narrowest: int) -> tuple[Unsigned, memo
         wider, rest = _decode(rest, nescaped, form + 1)
         found[where] += wider
     return found, rest
-
-
-def fold(numbers: Indices) -> Indices:
-    """Give numbers from zero on as the indices that take as many bits."""
-    return (numbers >> 1) ^ -(numbers & 1)
-
-
-def unfold(indices: Indices) -> Indices:
-    """Undo ``fold``."""
-    return (indices << 1) ^ (indices >> 31)

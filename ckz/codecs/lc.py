@@ -17,11 +17,12 @@ import numpy as np
 
 from ckz.codecs import quantized
 from ckz.codecs.floats import WIDTHS, Bytes, Floats
-from ckz.codecs.indices import Indices, unfold
+from ckz.codecs.indices import Indices
 from ckz.codecs.quantized import floats_of
 from ckz.errors import CorruptError
 from ckz.kernels import buckets as kernels
 from ckz.kernels.buckets import BUCKETS
+from ckz.kernels.folding import unfold
 from ckz.kernels.quantize import NONE
 
 MAX_BITS = 8

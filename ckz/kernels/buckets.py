@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckz.kernels import Kernel, each, lower_to, raise_to
+from ckz.kernels.folding import fold
 
 Floats = npt.NDArray[np.float32]
 Indices = npt.NDArray[np.int32]
@@ -43,9 +44,8 @@ def _numbers_body(bits: Any, table: Indices, none: int, out: Indices) -> None:
 
 def _numbers_numpy(bits: Any, table: Indices, none: int, out: Indices) -> None:
     bucket = bits >> np.uint32(_MANTISSA)
-    number = table[bucket]
-    folded = (number >> 1) ^ -(number & 1)
-    out[:] = np.where(bucket & np.uint32(_INFINITE) == _INFINITE, none, folded)
+    infinite = bucket & np.uint32(_INFINITE) == _INFINITE
+    out[:] = np.where(infinite, none, fold(table[bucket]))
 
 
 # Smallest and largest bits in each bucket; zeros, infinities and NaNs are left out.

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckz.kernels import Kernel, add, each, times
+from ckz.kernels.folding import fold, unfold
 
 Floats = npt.NDArray[np.float32]
 Indices = npt.NDArray[np.int32]
@@ -64,7 +65,7 @@ def _labels_numpy(values: Floats, table: Floats, root: bool, out: Indices) -> No
     code = np.where(scale > 0, (x - first[label]) / scale, 0)
     code = np.nan_to_num(np.rint(code), nan=0.0, posinf=CODES - 1, neginf=0)
     number = label.astype(np.int32) * CODES + np.clip(code, 0, CODES - 1).astype(np.int32)
-    out[:] = (number >> 1) ^ -(number & 1)
+    out[:] = fold(number)
 
 
 def _values_body(indices: Indices, table: Floats, root: bool, out: Floats) -> None:
@@ -76,7 +77,7 @@ def _values_body(indices: Indices, table: Floats, root: bool, out: Floats) -> No
 
 
 def _values_numpy(indices: Indices, table: Floats, root: bool, out: Floats) -> None:
-    number = (indices << 1) ^ (indices >> 31)
+    number = unfold(indices)
     label = number // CODES
     out[:] = number % CODES
     out *= table[1::2][label]
