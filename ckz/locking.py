@@ -41,66 +41,70 @@ def locked(directory: Path, *, wait: float = 0.0) -> Iterator[None]:
         If it is held then.
     """
     path = directory / NAME
-    own = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "began": _began("self")})
+    token = secrets.token_hex(4)
+    draft = path.with_name(f"{NAME}.{token}.ckz-tmp")
+    began = _began("self")
+    own = json.dumps(
+        {"host": socket.gethostname(), "pid": os.getpid(), "began": began, "token": token}
+    )
     until = time.monotonic() + wait
-    held = False
+    # What a signal raises may come anywhere, between the steps of giving the lock back too. It
+    # comes once, so giving it back twice is enough.
     try:
-        while True:
-            with _undisturbed():
-                held = _take(path, own)
-            if held:
-                break
-            other = _read(path)
-            if other is not None and _stale(other):
-                _take_away(path, other)
-            elif time.monotonic() >= until:
-                raise LockedError(
-                    f"{directory}: {_describe(other)} (remove {NAME} if that is over)"
-                )
-            else:
-                time.sleep(_PAUSE)
-        yield
-    finally:
-        with _undisturbed():
-            if held and _read(path) == own:
-                path.unlink(missing_ok=True)
-
-
-@contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Let signals wait that end the run: between two steps of these a file would be left behind."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _take(path: Path, own: str) -> bool:
-    """Make the lock, with its text in it from the start."""
-    draft = path.with_name(f"{NAME}.{secrets.token_hex(4)}.ckz-tmp")
-    try:
-        draft.write_text(own)
         try:
-            os.link(draft, path)
-        except FileExistsError:
-            return False
-        except OSError:
-            # No hard links here: whoever makes the file has the lock, whatever is in it so far.
-            with contextlib.suppress(FileExistsError):
-                fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-                with os.fdopen(fd, "w") as file:
-                    file.write(own)
-                return True
-            return False
-        return True
+            while not _take(path, draft, own):
+                other = _read(path)
+                if other is not None and _stale(other):
+                    _take_away(path, draft, other)
+                elif time.monotonic() >= until:
+                    raise LockedError(
+                        f"{directory}: {_describe(other)} (remove {NAME} if that is over)"
+                    )
+                else:
+                    time.sleep(_PAUSE)
+            yield
+        finally:
+            _give_back(path, draft, own)
+    finally:
+        _give_back(path, draft, own)
+
+
+def _give_back(path: Path, draft: Path, own: str) -> None:
+    draft.unlink(missing_ok=True)
+    if _read(path) == own:
+        path.unlink(missing_ok=True)
+
+
+def _take(path: Path, draft: Path, own: str) -> bool:
+    """Make the lock, with its text in it from the start."""
+    draft.write_text(own)
+    try:
+        os.link(draft, path)
+    except FileExistsError:
+        return False
+    except OSError:
+        return _take_without_links(path, own)
     finally:
         draft.unlink(missing_ok=True)
+    return True
 
 
-def _take_away(path: Path, held: str) -> None:
+def _take_without_links(path: Path, own: str) -> bool:
+    """Make the lock where no file can have two names: who makes it has it, whatever is in it."""
+    # Interrupted before its text is written, it would be nobody's.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
+    try:
+        with path.open("x") as file:
+            file.write(own)
+    except FileExistsError:
+        return False
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return True
+
+
+def _take_away(path: Path, aside: Path, held: str) -> None:
     """Remove a stale lock, but no other that has come in its place."""
-    aside = path.with_name(f"{NAME}.{secrets.token_hex(4)}.ckz-tmp")
     try:
         path.rename(aside)
     except FileNotFoundError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -10,13 +11,16 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import numpy as np
 import pytest
 from stores import save
 
-from ckz import pipeline, retrying
+from ckz import locking, pipeline, retrying
 from ckz.errors import LockedError
 from ckz.files import FileSet
 from ckz.locking import NAME, locked
@@ -164,6 +168,46 @@ def test_compression_survives_a_hiccup(
             files.read([Extent(0, 0, 8)], np.empty(8, np.uint8))
     assert count[0] >= 3
     assert (tmp_path / "back").read_bytes() == source.read_bytes()
+
+
+# Files that an end leaves to the garbage collector warn.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("stale", [False, True])
+def test_an_end_between_any_two_lines_leaves_nothing(tmp_path: Path, stale: bool) -> None:
+    """A signal's exception comes once, and may come before every line that holds a lock."""
+    left = [-1]
+
+    def trace(frame: FrameType, event: str, argument: object) -> Callable[..., Any] | None:
+        if frame.f_code.co_filename not in (locking.__file__, contextlib.__file__):
+            return None
+        if event == "line" and left[0] >= 0:
+            left[0] -= 1
+            if left[0] < 0:
+                raise SystemExit(143)
+        return trace
+
+    def ended(lines: int) -> bool:
+        if stale:
+            holder = {"host": socket.gethostname(), "pid": 2**22 + 1, "began": "1"}
+            (tmp_path / NAME).write_text(json.dumps(holder))
+        left[0] = lines
+        sys.settrace(trace)
+        try:
+            with locked(tmp_path):
+                pass
+        except SystemExit:
+            return True
+        finally:
+            sys.settrace(None)
+        return False
+
+    lines = 0
+    while ended(lines):
+        lines += 1
+        if stale:  # Its end may have come before this one was looked at.
+            (tmp_path / NAME).unlink(missing_ok=True)
+        assert list(tmp_path.iterdir()) == []
+    assert lines > 20
 
 
 def test_a_signal_at_any_moment_leaves_nothing(tmp_path: Path) -> None:
