@@ -315,7 +315,9 @@ def _check_chunks(
     ends = np.cumsum(chunks["stored"], dtype=np.int64)
     limits = np.cumsum(extents[:, 1], dtype=np.int64)
     stored = int(ends[-1]) if len(ends) else 0
-    if stored != (int(limits[-1]) if len(limits) else 0) or not np.all(np.isin(limits, ends)):
+    # Of each limit the first end that is not before it; numpy's isin would import masked arrays.
+    ends_at = np.append(ends, -1)[np.searchsorted(ends, limits)]
+    if stored != (int(limits[-1]) if len(limits) else 0) or np.any(ends_at != limits):
         raise CorruptError(f"{path}: the chunks do not fill the payload")
     starts: npt.NDArray[np.int64] = ends - chunks["stored"].astype(np.int64)
     if not len(extents):

@@ -16,11 +16,11 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 import ckz
-from ckz.cli import app
+from ckz.cli import COMMANDS, app_of
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-COMMANDS = get_command(app).commands  # type: ignore[attr-defined]
+SUBCOMMANDS = get_command(app_of(*COMMANDS)).commands  # type: ignore[attr-defined]
 
 
 def load_docs() -> ModuleType:
@@ -47,7 +47,7 @@ def test_every_error_has_its_row() -> None:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_is_documented(name: str) -> None:
-    command = COMMANDS[name]
+    command = SUBCOMMANDS[name]
     assert f"$ ckz {name} --help" in README
     assert command.help
     for parameter in command.params:
@@ -76,7 +76,7 @@ def test_examples_parse(example: str) -> None:
     _, name, *arguments = shlex.split(example)
     # xargs adds the files to some; diff takes two, watch one.
     added = [] if name in ("diff", "watch") else ["--", "file"]
-    COMMANDS[name].make_context(name, [*arguments, *added])
+    SUBCOMMANDS[name].make_context(name, [*arguments, *added])
 
 
 def test_json_fields_are_documented(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_json_fields_are_documented(tmp_path: Path) -> None:
         "verify": [f"{source}.ckz"],
         "decompress": ["-f", f"{source}.ckz"],
     }.items():
-        result = CliRunner().invoke(app, [name, "--json", *arguments])
+        result = CliRunner().invoke(app_of(*COMMANDS), [name, "--json", *arguments])
         assert result.exit_code == 0
         document = json.loads(result.stdout)
         (row,) = [fields for commands, fields in rows.items() if f"`{name}`" in commands]

@@ -1,40 +1,50 @@
 """The ``ckz`` command: one file per subcommand; this one joins them and starts them.
 
-Nothing heavy is imported here, nor by the modules of the subcommands at their top: ``ckz --help``
-answers without numpy.
+Only the file of the subcommand that was asked for is imported, and nothing heavy here nor at the
+top of those: ``ckz --help`` answers without numpy.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from importlib import import_module
 from typing import Annotated
 
 import typer
 
-from ckz.cli import (
-    bench,
-    compress,
-    decompress,
-    diff,
-    inspect,
-    prune,
-    rebase,
-    stopping,
-    verify,
-    watch,
-)
+from ckz.cli import stopping
 from ckz.cli.outcome import discard_stdout, report_error
 from ckz.errors import CkzError
 
-app = typer.Typer(
-    name="ckz",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+# Each has a module of its name with a function of its name, in the order of the help.
+COMMANDS = (
+    "compress",
+    "decompress",
+    "diff",
+    "inspect",
+    "verify",
+    "bench",
+    "rebase",
+    "prune",
+    "watch",
 )
+
+
+def app_of(*commands: str) -> typer.Typer:
+    """Join subcommands to one program."""
+    app = typer.Typer(
+        name="ckz",
+        no_args_is_help=True,
+        add_completion=False,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+        callback=_options,
+    )
+    for name in commands:
+        app.command()(getattr(import_module(f"ckz.cli.{name}"), name))
+    return app
 
 
 def _version(wanted: bool) -> None:
@@ -45,7 +55,6 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def _options(
     version: Annotated[
         bool,
@@ -55,20 +64,6 @@ def _options(
     ] = False,
 ) -> None:
     """Make saved deep-learning checkpoints small, and get exactly the same bytes back."""
-
-
-for _command in (
-    compress.compress,
-    decompress.decompress,
-    diff.diff,
-    inspect.inspect,
-    verify.verify,
-    bench.bench,
-    rebase.rebase,
-    prune.prune,
-    watch.watch,
-):
-    app.command()(_command)
 
 
 def main() -> None:
@@ -81,7 +76,8 @@ def main() -> None:
         stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     stopping.catch()
     try:
-        app(prog_name="ckz")
+        asked = sys.argv[1:2]
+        app_of(*asked if asked and asked[0] in COMMANDS else COMMANDS)(prog_name="ckz")
     except CkzError as error:
         sys.exit(report_error("", error))
     except OSError as error:
