@@ -33,6 +33,8 @@ LEVELS = ("fast", "default", "max")
 
 _ZSTD_LEVEL = {"fast": 1, "default": 3, "max": 19}
 
+_CODER = {"fast": "", "default": "", "max": "rans"}
+
 _PLANES = {
     "float16": "float16",
     "bfloat16": "bfloat16",
@@ -185,6 +187,7 @@ def _candidates(
     lean: Lean | None,
 ) -> list[Candidate]:
     found = []
+    coder = _CODER[level]
     if source:
         found.append(Candidate(codecs.spec(Cast(stream.dtype)), source=source))
     elif lean and lean.dtype == "float32" and stream.dtype in ("bfloat16", "float16"):
@@ -193,9 +196,9 @@ def _candidates(
         found.append(Candidate(codecs.spec(Ulp(_ULP[stream.dtype])), source=lean.refs))
     moments = {"momentum": 1, "variance": 0}
     if matrix and stream.role in moments and (stream.dtype, stream.byteorder) == ("float32", "<"):
-        found.append(Candidate(codecs.spec(RowCol(moments[stream.role])), matrix=matrix))
+        found.append(Candidate(codecs.spec(RowCol(moments[stream.role], coder)), matrix=matrix))
     if stream.dtype in _PLANES:
-        found.append(Candidate(codecs.spec(Planes(_PLANES[stream.dtype], stream.byteorder))))
+        found.append(Candidate(codecs.spec(Planes(_PLANES[stream.dtype], stream.byteorder, coder))))
     else:
         width = ITEMSIZE[stream.dtype]
         found.append(Candidate(codecs.spec(Zstd(_ZSTD_LEVEL[level], shuffle=width))))

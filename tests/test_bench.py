@@ -121,11 +121,14 @@ def test_every_codec_that_applies_has_a_row(found: Benchmark) -> None:
     assert set(settings(found, "weight")) == {
         "cast:dtype=bfloat16",
         "planes:dtype=bfloat16",
+        "planes:dtype=bfloat16,coder=rans",
         "raw",
         *zstd,
     }
-    assert set(settings(found, "master")) == {"planes:dtype=float32", "raw", *zstd}
-    assert set(settings(found, "variance")) == {"rowcol", "planes:dtype=float32", "raw", *zstd}
+    planes = {"planes:dtype=float32", "planes:dtype=float32,coder=rans"}
+    assert set(settings(found, "master")) == {*planes, "raw", *zstd}
+    variance = {"rowcol", "rowcol:coder=rans", *planes, "raw", *zstd}
+    assert set(settings(found, "variance")) == variance
     assert found.groups["master", "float32"] == 4 * ROWS * COLUMNS
 
 

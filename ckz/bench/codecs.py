@@ -96,10 +96,10 @@ class CodecBench:
         casts = find_casts(checkpoint)
         plans = [make_plan(checkpoint, level, casts) for level in LEVELS]
         self._streams = plans[1].streams
-        # For each stream what any level would try; what leans on nothing comes last.
+        # For each stream what any level would try; last what leans on nothing and is fast.
         self._candidates = [
             sorted({c: None for cs in several for c in cs}, key=_leans_on_nothing)
-            for several in zip(*(plan.candidates for plan in plans), strict=True)
+            for several in zip(*(plan.candidates for plan in reversed(plans)), strict=True)
         ]
 
     def groups(self, budget: int | None) -> tuple[list[Group], int]:

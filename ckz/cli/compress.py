@@ -123,7 +123,9 @@ def compress(
     ] = None,
     level: Annotated[
         Literal["fast", "default", "max"],
-        typer.Option(help="Trade speed for size; decompression is fast with each."),
+        typer.Option(
+            help="Trade speed for size; max starts half a second later, also to decompress."
+        ),
     ] = "default",
     sha256: Annotated[
         bool, typer.Option("--sha256", help="Record each file's SHA-256 too, and print it.")

@@ -35,7 +35,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from ckz.codecs.coding import decode_planes, encode_planes
+from ckz.codecs.coding import check_coder, decode_planes, encode_planes
 from ckz.errors import CorruptError
 from ckz.kernels import planes as kernels
 from ckz.kernels.device import get, put, room
@@ -74,10 +74,12 @@ class Planes:
     name: ClassVar[str] = "planes"
     dtype: str = ""
     byteorder: str = "<"
+    coder: str = ""
 
     def __post_init__(self) -> None:
         if self.dtype not in _LAYOUTS or self.byteorder not in ("<", ">"):
             raise ValueError("no planes for this dtype or byte order")
+        check_coder(self.coder)
 
     def encode(self, chunk: Bytes, refs: Sequence[Bytes] = (), at: int = 0) -> bytes | None:
         """Code one chunk of whole elements."""
@@ -111,7 +113,8 @@ class Planes:
                     rest = rest[: x.size // 8 * 7]
             planes = [get(str(k), plane) for k, plane in enumerate([symbol, rest, *low])]
         head = struct.pack("<BB", base is not None, base or 0)
-        payload = b"".join([head, *encode_planes(planes), chunk[body:].data])
+        coded = encode_planes(planes, coder=self.coder)
+        payload = b"".join([head, *coded, chunk[body:].data])
         return payload if len(payload) < chunk.size else None
 
     def decode(self, payload: memoryview, refs: Sequence[Bytes], out: Bytes) -> None:

@@ -28,7 +28,7 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ckz.codecs.coding import decode_planes, encode_planes
+from ckz.codecs.coding import check_coder, decode_planes, encode_planes
 from ckz.errors import CorruptError
 from ckz.kernels import means as kernels
 from ckz.kernels.buffers import scratch
@@ -67,10 +67,12 @@ class RowCol:
 
     name: ClassVar[str] = "rowcol"
     signed: int = 0
+    coder: str = ""
 
     def __post_init__(self) -> None:
         if self.signed not in (0, 1):
             raise ValueError("signed is 0 or 1")
+        check_coder(self.coder)
 
     @property
     def _shift(self) -> int:
@@ -116,7 +118,7 @@ class RowCol:
         payload = b"".join(
             [
                 _HEAD.pack(column, escaped.size),
-                *encode_planes([symbol, *self._split(x)]),
+                *encode_planes([symbol, *self._split(x)], coder=self.coder),
                 escaped.astype("<u4").tobytes(),
                 top[escaped].astype("<u2").tobytes(),
             ]

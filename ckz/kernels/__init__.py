@@ -106,7 +106,7 @@ class Kernel:
 
     Attributes
     ----------
-    body, vectorized : the forms.
+    body, vectorized : the forms; what cannot be vectorized is always compiled.
     outputs : how many of the last arguments are written; on a GPU, arrays of the host are copied
         there and these back. 0: there is no form for it.
     updates : whether these are read, too.
@@ -117,7 +117,7 @@ class Kernel:
     def __init__(
         self,
         body: Callable[..., Any],
-        vectorized: Callable[..., Any],
+        vectorized: Callable[..., Any] | None,
         *,
         outputs: int = 0,
         updates: bool = False,
@@ -150,6 +150,6 @@ class Kernel:
             from ckz.kernels.device import launch
 
             return launch(self, args)
-        if _form == VECTORIZED or self.in_numpy:
+        if self.vectorized and (_form == VECTORIZED or self.in_numpy):
             return self.vectorized(*args)
         return self.compiled(*args)
