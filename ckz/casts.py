@@ -46,8 +46,9 @@ def find_casts(checkpoint: Checkpoint) -> dict[int, tuple[Ref, ...]]:
     found: dict[int, tuple[Ref, ...]] = {}
     with FileSet(paths, os.O_RDONLY) as files:
         known = _fingerprints(checkpoint, files, set(halves))
-        for size, tensors in halves.items():
-            for span, tensor in tensors:
+        # Samples are many small reads: of tensors that have a master's size alone.
+        for size in halves.keys() & {size for size, _, _ in known}:
+            for span, tensor in halves[size]:
                 where = _places(size)
                 values = _sample(checkpoint, files, list(runs_of(checkpoint, tensor)), where, 2)
                 if source := known.get((size, tensor.dtype, values.tobytes())):

@@ -7,7 +7,6 @@ import json
 import os
 import struct
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +43,7 @@ from ckz.container import (
     file_digest,
 )
 from ckz.errors import UnsupportedError
-from ckz.retrying import retried
+from ckz.files import write_at
 from ckz.streams import CHUNK, Stream
 
 _PAYLOAD_TARGET = 16 << 20
@@ -102,11 +101,8 @@ class Writer:
         offset = dset.get_offset() if nbytes else 0
         at = offset
         for item in data:
-            view = memoryview(item)
-            while view:
-                done = retried(partial(os.pwrite, self._fd, view, at))
-                at += done
-                view = view[done:]
+            write_at(self._fd, memoryview(item), at)
+            at += len(item)
         return offset or 0, nbytes
 
     def _flush(self) -> None:

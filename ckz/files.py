@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from threading import Lock
 from typing import Any, Self
@@ -18,6 +19,32 @@ from ckz.retrying import retried
 from ckz.streams import Extent
 
 _OPEN_AT_ONCE = 64
+_WRITEBACK = 32 << 20
+_SYNC_FILE_RANGE_WRITE = 2
+
+
+def write_at(fd: int, data: memoryview, offset: int) -> None:
+    """Write all of some bytes; of long files the disk gets them while more are made.
+
+    Otherwise it would be idle until the end, and then all would wait for it.
+    """
+    end = offset + len(data)
+    far = end // _WRITEBACK > offset // _WRITEBACK
+    while data:
+        done = retried(partial(os.pwrite, fd, data, offset))
+        data = data[done:]
+        offset += done
+    if far and (start := _writeback()):
+        start(fd, 0, 0, _SYNC_FILE_RANGE_WRITE)
+
+
+@cache
+def _writeback() -> Any:
+    """Give the call that lets a file's bytes go to the disk and does not wait; None without one."""
+    function = getattr(ctypes.CDLL(None), "sync_file_range", None)
+    if function:
+        function.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
+    return function
 
 
 class FileSet:
@@ -90,10 +117,8 @@ class FileSet:
             stop = at + nbytes
             fd = self._acquire(file)
             try:
-                while at < stop:
-                    done = retried(partial(os.pwrite, fd, view[at:stop], offset))
-                    at += done
-                    offset += done
+                write_at(fd, view[at:stop], offset)
+                at = stop
             finally:
                 self._release(file)
 

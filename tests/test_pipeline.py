@@ -81,6 +81,19 @@ def test_a_tied_weight_saved_twice_is_stored_once(tmp_path: Path) -> None:
     assert sizes[0] * 1.5 < round_trip(twice).stat().st_size
 
 
+def test_repeats_are_found_among_tensors_that_differ_in_a_byte(tmp_path: Path) -> None:
+    noise = np.random.default_rng(3).integers(0, 256, (3, 100_000), dtype=np.uint8)
+    noise[1:] = noise[0]
+    noise[1:, 62] ^= 1
+    sizes = []
+    for kinds in ([0, 1], [0, 1, 0, 1, 2, 2]):
+        path = tmp_path / f"{len(kinds)}.safetensors"
+        safetensors.numpy.save_file({f"t{k}": noise[kind] for k, kind in enumerate(kinds)}, path)
+        sizes.append(round_trip(path).stat().st_size)
+    assert sizes[0] > 200_000
+    assert sizes[1] - sizes[0] < 1000
+
+
 def test_open_gives_every_tensor(model: Path) -> None:
     packed = round_trip(model)
     with ckz.open(model) as source, ckz.open(packed) as stored:
