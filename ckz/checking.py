@@ -89,7 +89,8 @@ def check_unchanged(checkpoint: Checkpoint) -> None:
     Raises
     ------
     ChangedError
-        If the size or the time of one is another.
+        If the size or the time of one is another, or one holds more than its size: some files
+        that a kernel makes have none.
     """
     for index, file in enumerate(checkpoint.files):
         if file.kind == "file":
@@ -99,3 +100,10 @@ def check_unchanged(checkpoint: Checkpoint) -> None:
                     f"{checkpoint.path_of(index)}: changed while it was read; try again when "
                     "nothing writes to it"
                 )
+            with checkpoint.path_of(index).open("rb") as opened:
+                opened.seek(file.size)
+                if opened.read(1):
+                    raise ChangedError(
+                        f"{checkpoint.path_of(index)}: holds more than its {file.size} bytes; "
+                        "copy it to a file first"
+                    )

@@ -81,6 +81,13 @@ def test_a_tied_weight_saved_twice_is_stored_once(tmp_path: Path) -> None:
     assert sizes[0] * 1.5 < round_trip(twice).stat().st_size
 
 
+@pytest.mark.skipif(not Path("/proc/version").exists(), reason="Linux makes such files")
+def test_a_file_without_a_size_is_not_taken_for_an_empty_one(tmp_path: Path) -> None:
+    with pytest.raises(ChangedError, match="/proc/version: holds more than its 0 bytes"):
+        pipeline.compress(Path("/proc/version"), tmp_path / "a.ckz")
+    assert not list(tmp_path.iterdir())
+
+
 def test_repeats_are_found_among_tensors_that_differ_in_a_byte(tmp_path: Path) -> None:
     noise = np.random.default_rng(3).integers(0, 256, (3, 100_000), dtype=np.uint8)
     noise[1:] = noise[0]

@@ -200,7 +200,8 @@ def room(key: str, n: int, dtype: Any = np.uint8) -> Any:
 
     _stream()
     nbytes = n * np.dtype(dtype).itemsize
-    return _room(_local.buffers, key, nbytes, cuda.device_array)[:nbytes].view(dtype)
+    with _explained():
+        return _room(_local.buffers, key, nbytes, cuda.device_array)[:nbytes].view(dtype)
 
 
 def _pinned(key: str, n: int, dtype: Any) -> Array:
