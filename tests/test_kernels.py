@@ -11,7 +11,7 @@ from test_codecs import weights
 
 from ckz import kernels
 from ckz.codecs.planes import Planes
-from ckz.kernels import Kernel, planes, quantize, sorting, ulp
+from ckz.kernels import Kernel, planes, quantize, sorting, symbols, ulp
 
 SIZES = [0, 1, 7, 8, 64, 1000, 1024]
 
@@ -159,26 +159,62 @@ def test_summaries(dtype: type, zeros: int) -> None:
     values[::977] = rng.integers(0, np.iinfo(dtype).max, values[::977].size, dtype=dtype)
     starts = np.array([0, 0, 1, 7, 1100, 1100, 9000])
     found = []
-    for form in forms(ulp.summaries):
-        found.append(np.full((6, 3), 7, np.uint64))
+    for form in forms(symbols.summaries):
+        found.append(np.full((6, 2), 7, np.uint64))
         with np.errstate(over="ignore"):
             form(values, starts, found[-1])
     assert np.array_equal(found[0], found[1])
     assert np.array_equal(found[0], found[2])
-    assert int(found[0][5, 1]) == int(values[1100:].max())
+    assert int(found[0][2, 1]) == int(np.sort(values[1:7])[-1]).bit_length()
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.uint32, np.uint64])
+@pytest.mark.parametrize("zeros", [0, 2])
+def test_symbols_and_low_planes(dtype: type, zeros: int) -> None:
+    """Of every k that a type can have, of classes of odd and even sizes, and of empty ones."""
+    rng = np.random.default_rng(zeros)
+    bits = 8 * np.dtype(dtype).itemsize
+    starts = np.array([0, 0, 1, 8, 14, 1001, 3000])
+    for k in range(2 * np.dtype(dtype).itemsize - 1):
+        # What zeros leave out is in the numbers, as zigzagging makes it.
+        short = rng.integers(0, 1 << min(63, 4 * k + 8, bits - zeros), 3000).astype(dtype)
+        values = symbols.unshorten(short, zeros)
+        places = np.cumsum([0, *(sum(symbols.low_sizes(n, k)) for n in np.diff(starts))])
+        shapes = np.array([(zeros, k, at) for at in places[:-1]], np.int64)
+        found = []
+        for form in forms(symbols.split):
+            shortened = values.copy()
+            outs = [
+                np.full(3000, 7, np.uint8),
+                np.full(places[-1], 7, np.uint8),
+                np.full((6, 2), 7, np.int64),
+            ]
+            with np.errstate(over="ignore"):
+                form(shortened, starts, shapes, *outs)
+            assert np.array_equal(shortened, short)
+            found.append(outs)
+        coded, low, counts = assert_equal(found)
+        whole = coded != symbols.ESCAPE
+        assert counts.sum(axis=0).tolist() == [np.count_nonzero(coded), 3000 - whole.sum()]
+        backs = [[np.empty(3000, dtype)] for _ in range(3)]
+        for form, (back,) in zip(forms(symbols.join), backs, strict=True):
+            with np.errstate(over="ignore"):
+                form(coded, low, starts, shapes, back)
+        (back,) = assert_equal(backs)
+        assert np.array_equal(back[whole], values[whole])
 
 
 def test_changed_symbols() -> None:
     rng = np.random.default_rng(0)
-    symbols = rng.integers(0, 255, 500, np.uint8) * (rng.random(500) < 0.3)
-    symbols = symbols.astype(np.uint8)
-    values = symbols[symbols != 0]
-    for squeeze, spread in zip(forms(ulp.squeeze), forms(ulp.spread), strict=True):
+    coded = rng.integers(0, 255, 500, np.uint8) * (rng.random(500) < 0.3)
+    coded = coded.astype(np.uint8)
+    values = coded[coded != 0]
+    for squeeze, spread in zip(forms(symbols.squeeze), forms(symbols.spread), strict=True):
         found, back = np.empty(501, np.uint8), np.empty(500, np.uint8)
-        squeeze(symbols, found)
+        squeeze(coded, found)
         assert np.array_equal(found[: values.size], values)
-        spread((symbols != 0).view(np.uint8), values, back)
-        assert np.array_equal(back, symbols)
+        spread((coded != 0).view(np.uint8), values, back)
+        assert np.array_equal(back, coded)
 
 
 @pytest.mark.parametrize("based", [False, True])

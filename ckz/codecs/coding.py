@@ -72,31 +72,34 @@ def encode_planes(
 
 
 def decode_planes(payload: memoryview, sizes: Sequence[int]) -> tuple[list[Bytes], memoryview]:
-    """Undo ``encode_planes`` into scratch buffers; also give what follows in the payload.
+    """Undo ``encode_planes`` into scratch buffers; also give what follows in the payload."""
+    planes = [scratch(f"plane{k}", size) for k, size in enumerate(sizes)]
+    return planes, decode_planes_into(payload, planes)
+
+
+def decode_planes_into(payload: memoryview, planes: Sequence[Bytes]) -> memoryview:
+    """Undo ``encode_planes``; give what follows in the payload.
 
     Raises
     ------
     CorruptError
-        If the lengths do not fit the sizes or the payload.
+        If the lengths do not fit the planes or the payload.
     """
-    head = 4 * len(sizes)
+    head = 4 * len(planes)
     if len(payload) < head:
         raise CorruptError("planes lack their lengths")
-    flagged = struct.unpack_from(f"<{len(sizes)}I", payload)
+    flagged = struct.unpack_from(f"<{len(planes)}I", payload)
     lengths = [length & ~_RANGE_CODED for length in flagged]
     if head + sum(lengths) > len(payload):
         raise CorruptError("planes are longer than their chunk")
-    planes = []
-    for k, (length, size) in enumerate(zip(lengths, sizes, strict=True)):
-        plane = scratch(f"plane{k}", size)
-        if length > size:
+    for plane, length, flag in zip(planes, lengths, flagged, strict=True):
+        if length > plane.size:
             raise CorruptError("a plane is longer than the chunk allows")
-        if flagged[k] & _RANGE_CODED:
+        if flag & _RANGE_CODED:
             rans.decompress_to(payload[head : head + length], plane)
-        elif length == size:
-            plane[:] = np.frombuffer(payload, np.uint8, size, head)
+        elif length == plane.size:
+            plane[:] = np.frombuffer(payload, np.uint8, length, head)
         else:
             decompress_into(payload[head : head + length], plane)
-        planes.append(plane)
         head += length
-    return planes, payload[head:]
+    return payload[head:]

@@ -15,23 +15,33 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
-from ckz.codecs.coding import decode_planes, encode_planes
+from ckz.codecs.coding import decode_planes, decode_planes_into, encode_planes
 from ckz.codecs.leaning import EXPONENTS, base_of, check_dtype
 from ckz.errors import CorruptError
 from ckz.kernels import ulp as kernels
 from ckz.kernels.buffers import scratch
 from ckz.kernels.device import put
 from ckz.kernels.sorting import order_by_class
+from ckz.kernels.symbols import (
+    ESCAPE,
+    join,
+    low_sizes,
+    split,
+    spread,
+    squeeze,
+    summaries,
+    unshorten,
+)
 
 Bytes = npt.NDArray[np.uint8]
 Words = npt.NDArray[Any]
 
-_ESCAPE = 255
 # Symbols that say little are given as a bitmap and the others: a Huffman code has a floor of a bit.
 _PLAIN, _BITMAP = 0, 1
 # Elements -> bits of the class to drop: a class costs its header and its Huffman code.
@@ -79,15 +89,32 @@ def _how(dtype: str, n: int) -> tuple[int, int, int]:
 def encode_difference(dtype: str, current: Words, base: Words) -> bytes:
     """Code elements as differences to others, both as unsigned bits."""
     ordered, starts = kernels.sorted_differences(current, base, _how(dtype, base.size))
-    summaries = np.empty((len(starts) - 1, 3), np.uint64)
-    kernels.summaries(ordered, starts, summaries)
-    coded = [
-        _encode_class(ordered[first:last], *summary)
-        for first, last, summary in zip(
-            starts[:-1].tolist(), starts[1:].tolist(), summaries.tolist(), strict=True
-        )
+    found = np.empty((len(starts) - 1, 2), np.uint64)
+    summaries(ordered, starts, found)
+    limits = list(pairwise(starts.tolist()))
+    cuts = [
+        _cut(last - first, *summary)
+        for (first, last), summary in zip(limits, found.tolist(), strict=True)
     ]
-    return b"".join([*(head for head, _ in coded), *(body for _, body in coded)])
+    shapes, nbytes = _shapes(limits, cuts)
+    symbols, low = scratch("symbols", ordered.size), scratch("low", nbytes)
+    counts = np.empty((len(cuts), 2), np.int64)
+    split(ordered, starts, shapes, symbols, low, counts)
+    heads, bodies = [], []
+    for (first, last), (zeros, k, at), (changed, escaped) in zip(
+        limits, shapes.tolist(), counts.tolist(), strict=True
+    ):
+        if first == last:
+            heads.append(_CLASS.pack(0, 0, _PLAIN, 0))
+            continue
+        form, coded = _encode_symbols(symbols[first:last], changed)
+        heads.append(_CLASS.pack(last - first, k, form | zeros << 1, escaped))
+        bodies += coded
+        if k:
+            bodies += encode_planes(_planes(low, at, last - first, k))
+        if escaped:
+            bodies.append(ordered[first:last][symbols[first:last] == ESCAPE].data)
+    return b"".join([*heads, *bodies])
 
 
 def decode_difference(dtype: str, payload: memoryview, base: Words, out: Words) -> None:
@@ -107,12 +134,50 @@ def decode_difference(dtype: str, payload: memoryview, base: Words, out: Words) 
         raise CorruptError("a difference lacks its header")
     heads = list(_CLASS.iter_unpack(payload[:size]))
     payload = payload[size:]
-    ordered = scratch("sorted", out.size, out.dtype)
-    for first, last, head in zip(starts[:-1].tolist(), starts[1:].tolist(), heads, strict=True):
-        payload = _decode_class(head, payload, ordered[first:last])
+    limits = list(pairwise(starts.tolist()))
+    _check_heads(heads, limits, out.itemsize)
+    shapes, nbytes = _shapes(limits, [(form >> 1, k) for _, k, form, _ in heads])
+    symbols, low = scratch("symbols", out.size), scratch("low", nbytes)
+    escapes = []
+    for (first, last), (n, k, form, nescaped), (zeros, _, at) in zip(
+        limits, heads, shapes.tolist(), strict=True
+    ):
+        if not n:
+            continue
+        payload = _decode_symbols(form & 1, payload, symbols[first:last])
+        if k:
+            payload = decode_planes_into(payload, _planes(low, at, n, k))
+        if nescaped:
+            where = np.flatnonzero(symbols[first:last] == ESCAPE)
+            if where.size != nescaped or len(payload) < nescaped * out.itemsize:
+                raise CorruptError("a class of differences does not have the escapes it states")
+            values = np.frombuffer(payload, out.dtype, nescaped)
+            escapes.append((where + first, unshorten(values, zeros)))
+            payload = payload[nescaped * out.itemsize :]
     if len(payload):
         raise CorruptError("a difference does not end where it should")
+    ordered = scratch("sorted", out.size, out.dtype)
+    join(symbols, low, starts, shapes, ordered)
+    for where, values in escapes:
+        ordered[where] = values
     kernels.add_sorted_differences(base, ordered, order, how[1], out)
+
+
+def _check_heads(
+    heads: list[tuple[int, int, int, int]], limits: list[tuple[int, int]], itemsize: int
+) -> None:
+    for (n, k, form, nescaped), (first, last) in zip(heads, limits, strict=True):
+        if form >> 1 >= 8 * itemsize:
+            raise CorruptError("a class of differences has no such low bits")
+        if n != last - first or k > 2 * itemsize - 2 or nescaped > n:
+            raise CorruptError("a class of differences does not fit its base")
+
+
+def _cut(n: int, union: int, length: int) -> tuple[int, int]:
+    """Give how many low bits of a class are left out, and k; see ``symbols.summaries``."""
+    zeros = _common_zeros(union) if n else 0
+    # The bits that are not coded: all but eight of what nearly every value has.
+    return zeros, max(0, -(-(length - zeros - 8) // 4))
 
 
 def _common_zeros(union: int) -> int:
@@ -124,99 +189,39 @@ def _common_zeros(union: int) -> int:
     return (found & -found).bit_length() - 1 if found else 0
 
 
-def _encode_class(values: Words, union: int, largest: int, length: int) -> tuple[bytes, bytes]:
-    """Code the zigzagged differences of one class; give its header and its body.
-
-    Parameters
-    ----------
-    union, largest, length : see ``kernels.summaries``.
-    """
-    n = values.size
-    if not n:
-        return _CLASS.pack(0, 0, _PLAIN, 0), b""
-    low = _common_zeros(union)
-    if low:
-        values = values >> values.dtype.type(low + 1) << 1 | values & 1
-        largest = largest >> (low + 1) << 1 | largest & 1
-    # The bits that are not coded: all but eight of what nearly every value has.
-    k = max(0, -(-(length - low - 8) // 4))
-    symbols = scratch("symbols", n)
-    upper = values >> values.dtype.type(4 * k) if k else values
-    escaped = values[:0]
-    if largest >> 4 * k >= _ESCAPE:
-        upper = np.minimum(upper, values.dtype.type(_ESCAPE))
-        escaped = values[upper == _ESCAPE]
-    symbols[:] = upper
-    form, coded = _encode_symbols(symbols)
-    planes = _low_planes(values, k)
-    head = _CLASS.pack(n, k, form | low << 1, escaped.size)
-    return head, b"".join([*coded, *(encode_planes(planes) if planes else []), escaped.data])
+def _shapes(
+    limits: list[tuple[int, int]], cuts: list[tuple[int, int]]
+) -> tuple[npt.NDArray[np.int64], int]:
+    """Give zeros, k and the place of the low planes of each class, and the size of all."""
+    rows, at = [], 0
+    for (first, last), (zeros, k) in zip(limits, cuts, strict=True):
+        rows.append((zeros, k, at))
+        at += sum(low_sizes(last - first, k))
+    return np.array(rows, np.int64), at
 
 
-def _encode_symbols(symbols: Bytes) -> tuple[int, list[bytes | memoryview]]:
-    count = int(np.count_nonzero(symbols))
-    if count > symbols.size // 2:
-        return _PLAIN, encode_planes([symbols], always=True)
-    changed = scratch("changed", symbols.size + 1)
-    kernels.squeeze(symbols, changed)
-    planes = encode_planes([np.packbits(symbols), changed[:count]], always=True)
-    return _BITMAP, [struct.pack("<I", count), *planes]
-
-
-def _low_planes(values: Words, k: int) -> list[Bytes]:
-    """Give the low ``4 k`` bits: byte planes, and packed nibbles for the odd one."""
+def _planes(low: Bytes, at: int, n: int, k: int) -> list[Bytes]:
     planes = []
-    for byte in range(k // 2):
-        plane = scratch(f"low{byte}", values.size)
-        plane[:] = values >> values.dtype.type(8 * byte)
-        planes.append(plane)
-    if k % 2:
-        nibbles = ((values >> values.dtype.type(4 * (k - 1))) & values.dtype.type(15)).astype("u1")
-        if nibbles.size % 2:
-            nibbles = np.append(nibbles, np.uint8(0))
-        half = nibbles.size // 2
-        planes.append(nibbles[:half] | nibbles[half:] << 4)
+    for size in low_sizes(n, k):
+        planes.append(low[at : at + size])
+        at += size
     return planes
 
 
-def _decode_class(head: tuple[int, int, int, int], payload: memoryview, out: Words) -> memoryview:
-    """Rebuild one class; give what follows in the payload."""
-    n, k, form, nescaped = head
-    form, low = form & 1, form >> 1
-    if low >= 8 * out.itemsize:
-        raise CorruptError("a class of differences has no such low bits")
-    if n != out.size or k > 2 * out.itemsize or nescaped > n:
-        raise CorruptError("a class of differences does not fit its base")
-    if not n:
-        return payload
-    symbols, payload = _decode_symbols(form, payload, n)
-    out[:] = symbols
-    escapes = np.flatnonzero(symbols == _ESCAPE) if nescaped else None
-    if k:
-        np.left_shift(out, out.dtype.type(4 * k), out=out)
-        sizes = [n] * (k // 2) + [(n + 1) // 2] * (k % 2)
-        planes, payload = decode_planes(payload, sizes)
-        for byte in range(k // 2):
-            np.bitwise_or(out, planes[byte].astype(out.dtype) << out.dtype.type(8 * byte), out=out)
-        if k % 2:
-            nibbles = np.concatenate([planes[-1] & 15, planes[-1] >> 4])[:n].astype(out.dtype)
-            np.bitwise_or(out, nibbles << out.dtype.type(4 * (k - 1)), out=out)
-    if escapes is not None:
-        nbytes = nescaped * out.itemsize
-        if escapes.size != nescaped or len(payload) < nbytes:
-            raise CorruptError("a class of differences does not have the escapes it states")
-        out[escapes] = np.frombuffer(payload, out.dtype, nescaped)
-        payload = payload[nbytes:]
-    if low:
-        ones = (0 - (out & 1)) & out.dtype.type((1 << (low + 1)) - 1)
-        np.bitwise_or(out >> 1 << out.dtype.type(low + 1), ones, out=out)
-    return payload
+def _encode_symbols(symbols: Bytes, changed: int) -> tuple[int, list[bytes | memoryview]]:
+    if changed > symbols.size // 2:
+        return _PLAIN, encode_planes([symbols], always=True)
+    values = scratch("changed", symbols.size + 1)
+    squeeze(symbols, values)
+    planes = encode_planes([np.packbits(symbols), values[:changed]], always=True)
+    # The next class's values come into the same buffer.
+    return _BITMAP, [b"".join([struct.pack("<I", changed), *planes])]
 
 
-def _decode_symbols(form: int, payload: memoryview, n: int) -> tuple[Bytes, memoryview]:
+def _decode_symbols(form: int, payload: memoryview, symbols: Bytes) -> memoryview:
+    n = symbols.size
     if form == _PLAIN:
-        (plane,), rest = decode_planes(payload, [n])
-        return plane, rest
+        return decode_planes_into(payload, [symbols])
     if len(payload) < 4:
         raise CorruptError("a class of differences lacks its bitmap")
     count = int.from_bytes(payload[:4], "little")
@@ -226,6 +231,5 @@ def _decode_symbols(form: int, payload: memoryview, n: int) -> tuple[Bytes, memo
     changed = np.unpackbits(bitmap, count=n)
     if int(np.count_nonzero(changed)) != count:
         raise CorruptError("a class of differences does not have the changes its bitmap shows")
-    symbols = scratch("symbols", n)
-    kernels.spread(changed, values, symbols)
-    return symbols, rest
+    spread(changed, values, symbols)
+    return rest

@@ -17,8 +17,6 @@ from ckz.kernels.buffers import scratch
 from ckz.kernels.device import get, put, room
 from ckz.kernels.sorting import Order, order_by_class, sort, unsort
 
-SAMPLE = 1024
-
 Words = npt.NDArray[Any]
 
 
@@ -84,99 +82,8 @@ def _add_zigzag_body(base: Words, zigzag: Words, is_float: bool, out: Words) -> 
         out[i] = o
 
 
-def _squeeze_numpy(symbols: npt.NDArray[np.uint8], out: npt.NDArray[np.uint8]) -> None:
-    out[: np.count_nonzero(symbols)] = symbols[symbols != 0]
-
-
-def _squeeze_body(symbols: npt.NDArray[np.uint8], out: npt.NDArray[np.uint8]) -> None:
-    at = 0
-    for i in range(symbols.size):
-        out[at] = symbols[i]
-        at += symbols[i] != 0
-
-
-def _spread_numpy(
-    changed: npt.NDArray[np.uint8], values: npt.NDArray[np.uint8], out: npt.NDArray[np.uint8]
-) -> None:
-    out[:] = 0
-    out[changed.view(bool)] = values
-
-
-def _spread_body(
-    changed: npt.NDArray[np.uint8], values: npt.NDArray[np.uint8], out: npt.NDArray[np.uint8]
-) -> None:
-    at = 0
-    for i in range(out.size):
-        if changed[i]:
-            out[i] = values[at]
-            at += 1
-        else:
-            out[i] = 0
-
-
-def _summaries_body(
-    ordered: Words, starts: npt.NDArray[np.int64], found: npt.NDArray[np.uint64]
-) -> None:
-    one = np.uint64(1)
-    mask = np.uint64((1 << 8 * ordered.itemsize - 1) - 1) << one | one
-    for c in range(starts.size - 1):
-        found[c] = 0
-        values = ordered[starts[c] : starts[c + 1]]
-        if values.size == 0:
-            continue
-        # In the type of the elements, or it would not vectorize.
-        largest = values[0]
-        for i in range(values.size):
-            if values[i] > largest:
-                largest = values[i]
-        step = max(1, values.size // SAMPLE)
-        lengths = np.zeros(65, np.int64)
-        union = np.uint64(0)
-        for i in range(0, values.size, step):
-            value, length = np.uint64(values[i]), 0
-            union |= value ^ (np.uint64(0) - (value & one))
-            while value > 0:
-                value >>= one
-                length += 1
-            lengths[length] += 1
-        if union & np.uint64(2) == 0:
-            for i in range(values.size):
-                value = np.uint64(values[i])
-                union |= value ^ (np.uint64(0) - (value & one))
-        sampled = lengths.sum()
-        length, below = 0, lengths[0]
-        while below < sampled - sampled // 100:
-            length += 1
-            below += lengths[length]
-        found[c, 0], found[c, 1], found[c, 2] = union & mask, largest, length
-
-
-def _summaries_numpy(
-    ordered: Words, starts: npt.NDArray[np.int64], found: npt.NDArray[np.uint64]
-) -> None:
-    for c in range(starts.size - 1):
-        values = ordered[starts[c] : starts[c + 1]]
-        found[c] = 0
-        if not values.size:
-            continue
-        sample = values[:: max(1, values.size // SAMPLE)]
-        rank = sample.size - 1 - sample.size // 100
-        usual = int(np.partition(sample, rank)[rank])
-        union = np.bitwise_or.reduce(sample ^ (0 - (sample & 1)))
-        if not int(union) & 2:
-            union = np.bitwise_or.reduce(values ^ (0 - (values & 1)))
-        found[c] = int(union), int(values.max()), usual.bit_length()
-
-
 zigzag = Kernel(_zigzag_body, _zigzag_numpy, outputs=1)
 add_zigzag = Kernel(_add_zigzag_body, _add_zigzag_numpy, outputs=1)
-# Of each class: the union of the differences' bits, those of negative ones flipped (of a sample,
-# where that has bit 1 already); the largest; and how many bits 99 of 100 in a sample do not exceed.
-summaries = Kernel(_summaries_body, _summaries_numpy)
-# The symbols that are not zero; as long as the symbols, with room for one more.
-squeeze = Kernel(_squeeze_body, _squeeze_numpy)
-# Undoes it: as many values as changed elements.
-spread = Kernel(_spread_body, _spread_numpy)
 
 
 def sorted_differences(
