@@ -118,29 +118,31 @@ def train(target: Path, mixed: bool, steps: int) -> None:
     torch.save(state, target)
 
 
-def tiled(nbytes: int) -> Path:
-    """Give a bf16 checkpoint of at least so many bytes, of MiniLM's weights, each copy different.
+def tiled(nbytes: int, dtype: str = "bfloat16") -> Path:
+    """Give a checkpoint of at least so many bytes, of MiniLM's weights, each copy different.
 
     Every copy is multiplied by a factor of its own and by noise of 2 %, which leaves exponents as
     they are distributed and no two copies equal.
     """
-    return made(f"tiled_{nbytes}.safetensors", tile, nbytes)
+    return made(f"tiled_{dtype}_{nbytes}.safetensors", tile, nbytes, dtype)
 
 
-def tile(target: Path, nbytes: int) -> None:
+def tile(target: Path, nbytes: int, dtype: str = "bfloat16") -> None:
     """Write what ``tiled`` promises, tile by tile."""
     import torch
     from safetensors.torch import load_file
 
     tensors = {k: v.float() for k, v in load_file(MINILM).items() if v.is_floating_point()}
-    size = sum(2 * v.numel() for v in tensors.values())
+    to = getattr(torch, dtype)
+    code = {"bfloat16": "BF16", "float32": "F32"}[dtype]
+    size = sum(to.itemsize * v.numel() for v in tensors.values())
     copies = -(-nbytes // size)
     entries, at = {}, 0
     for copy in range(copies):
         for name, values in tensors.items():
-            end = at + 2 * values.numel()
+            end = at + to.itemsize * values.numel()
             shape = list(values.shape)
-            place = {"dtype": "BF16", "shape": shape, "data_offsets": [at, end]}
+            place = {"dtype": code, "shape": shape, "data_offsets": [at, end]}
             entries[f"stack.{copy}.{name}"] = place
             at = end
     head = json.dumps(entries).encode()
@@ -154,7 +156,7 @@ def tile(target: Path, nbytes: int) -> None:
             for values in tensors.values():
                 start = int(torch.randint(1000, ()))
                 shaken = values.reshape(-1) * noise[start : start + values.numel()] * factor
-                out.write(shaken.bfloat16().view(torch.uint8).numpy().data)
+                out.write(shaken.to(to).view(torch.uint8).numpy().data)
 
 
 def many(target: Path, kind: str, count: int, nelements: int, name_length: int) -> None:
