@@ -62,6 +62,7 @@ bench: $(READY) data ## measure codecs and whole commands; with the rivals after
 	$(BIN)/python scripts/bench_codecs.py
 	$(BIN)/python scripts/bench_files.py
 	$(BIN)/python scripts/bench_delta.py
+	$(BIN)/python scripts/bench_diff.py
 	$(BIN)/python scripts/bench_watch.py
 	$(BIN)/python scripts/bench_cuda.py
 
