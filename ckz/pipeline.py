@@ -63,7 +63,8 @@ from ckz.workers import DEFAULT_MEMORY, Workers, in_order, start_workers
 AnyPath = str | os.PathLike[str]
 # What a container takes besides chunks, about: at all, and for a tensor.
 _INDEX, _INDEX_ROW = 3000, 55
-_LOSSY_WORK = 12
+# What takes an element as long as so many when it is stored exactly and alone.
+_LOSSY_WORK, _DELTA_WORK = 12, 8
 
 
 def compress(
@@ -151,8 +152,8 @@ def compress(
         snapshot = stack.enter_context(open_snapshot(Path(base))) if base else None
         if snapshot and _anchors(snapshot, anchor):
             snapshot = None
-        # Lossy methods compute for an element what takes exact ones a dozen.
-        kernels.enable(checkpoint.nbytes * (_LOSSY_WORK if methods.is_lossy else 1), device)
+        work = _LOSSY_WORK if methods.is_lossy else _DELTA_WORK if snapshot else 1
+        kernels.enable(checkpoint.nbytes * work, device)
         workers = stack.enter_context(start_workers(threads, memory))
         files = stack.enter_context(RestoredFiles(checkpoint, resident))
         leans = match_base(checkpoint, snapshot.checkpoint) if snapshot else {}
@@ -352,7 +353,9 @@ def decompress(
                 atomic.explain_full_disk(target, f"{checkpoint.nbytes} bytes needed")
             )
             temporary = stack.enter_context(new_output(checkpoint, target, force))
-            kernels.enable(checkpoint.nbytes, device)
+            kernels.enable(
+                checkpoint.nbytes * (_DELTA_WORK if container.meta["base"] else 1), device
+            )
             workers = stack.enter_context(start_workers(threads, memory))
             paths = create_files(checkpoint, temporary)
             state = Progress(checkpoint.nbytes, progress)
@@ -402,7 +405,8 @@ def verify(
         return _verify_source(path, threads, memory, progress, began)
     with open_container(path) as container, start_workers(threads, memory) as workers:
         if data:
-            kernels.enable(container.checkpoint.nbytes, device)
+            work = _DELTA_WORK if container.meta["base"] else 1
+            kernels.enable(container.checkpoint.nbytes * work, device)
             state = Progress(container.checkpoint.nbytes, progress)
             with _decoder(container, base, base_dir) as decoder:
                 for raw, stored in decode_all(decoder, workers):
