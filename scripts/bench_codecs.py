@@ -105,7 +105,7 @@ def _encode_chunks(
     pool: ThreadPoolExecutor,
 ) -> list[Coded]:
     """Code tensor by tensor; a model is made of a matrix first, and its bytes are added."""
-    kernels._compiled = compiled  # `enable` has no way back
+    kernels._form = kernels.COMPILED if compiled else kernels.VECTORIZED  # `enable` never slows
     waiting = []
     for tensor in tensors:
         codec = codec_of(tensor)
@@ -141,7 +141,7 @@ def _means(
 def _decode_chunks(
     compiled: bool, coded: Sequence[Coded], out: np.ndarray, pool: ThreadPoolExecutor
 ) -> np.ndarray:
-    kernels._compiled = compiled
+    kernels._form = kernels.COMPILED if compiled else kernels.VECTORIZED
     at = 0
     jobs = []
     for codec, payload, refs, chunk, part in coded:
@@ -277,11 +277,12 @@ def measure(
 
 
 def planes_contenders(dtype: str) -> list[Contender]:
-    """Planes in both forms, zstd, and ZipNN."""
+    """Planes in both forms, and with the coder of level max; zstd and ZipNN."""
     rival = zipnn(dtype)
     return [
         ckz("ckz planes, compiled", lambda tensor: Planes(dtype), compiled=True),
         ckz("ckz planes, numpy", lambda tensor: Planes(dtype), compiled=False),
+        ckz("ckz planes, max", lambda tensor: Planes(dtype, coder="rans"), compiled=True),
         ckz("zstd -3 of chunks", lambda tensor: Zstd(3), compiled=False),
         *([rival] if rival else []),
     ]
@@ -290,12 +291,13 @@ def planes_contenders(dtype: str) -> list[Contender]:
 def moments_contenders(signed: int) -> list[Contender]:
     """The row and column model, planes for what is no matrix, and ZipNN."""
 
-    def codec_of(tensor: Matrix) -> Any:
-        return RowCol(signed) if tensor.columns else Planes("float32")
+    def codec_of(tensor: Matrix, coder: str = "") -> Any:
+        return RowCol(signed, coder) if tensor.columns else Planes("float32", coder=coder)
 
     return [
         ckz("ckz rowcol, compiled", codec_of, compiled=True),
         ckz("ckz rowcol, numpy", codec_of, compiled=False),
+        ckz("ckz rowcol, max", partial(codec_of, coder="rans"), compiled=True),
         *planes_contenders("float32"),
     ]
 
