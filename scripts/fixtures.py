@@ -91,7 +91,9 @@ SOURCES: dict[str, tuple[str, Callable[[Path], None]]] = {
     "good-directory": ("good-directory", make_directory),
     "good-empty": ("empty", make_nothing),
     "good-opaque": ("text", make_text),
+    "good-max": ("max.pt", make_mixed),
 }
+LEVELS = {"good-max": "max"}
 
 
 def sealed(data: bytearray) -> bytearray:
@@ -158,7 +160,7 @@ def main() -> None:
                 continue
             source = Path(scratch) / source_name
             make(source)
-            pipeline.compress(source, packed)
+            pipeline.compress(source, packed, level=LEVELS.get(name, "default"))
             files = [source, *source.rglob("*")]
             with sums.open("a") as out:
                 for file in sorted(f for f in files if f.is_file() and not f.is_symlink()):
