@@ -139,7 +139,8 @@ def _inspect(checkpoint: Checkpoint, path: Path, container: Container | None) ->
                 notes = (PACKED,)
             if uses[number] > 1 and len(pieces) == 1:
                 notes = (*notes, SHARED)
-            loss = max(loss, losses.get(number, ()), key=lambda item: item[2:])
+            if losses:
+                loss = max(loss, losses.get(number, ()), key=lambda item: item[2:])
             if cost is not None and stored is not None:
                 share = 1.0 if len(pieces) > 1 else min(1.0, nbytes / max(1, span.nbytes))
                 cost += share * stored[number]
