@@ -262,6 +262,10 @@ def compress(
     )
 
 
+def _decoding_work(container: Container) -> int:
+    return container.checkpoint.nbytes * (_DELTA_WORK if container.meta["base"] else 1)
+
+
 def _overhead(checkpoint: Checkpoint) -> int:
     return _INDEX + _INDEX_ROW * len(checkpoint.tensors)
 
@@ -353,9 +357,7 @@ def decompress(
                 atomic.explain_full_disk(target, f"{checkpoint.nbytes} bytes needed")
             )
             temporary = stack.enter_context(new_output(checkpoint, target, force))
-            kernels.enable(
-                checkpoint.nbytes * (_DELTA_WORK if container.meta["base"] else 1), device
-            )
+            kernels.enable(_decoding_work(container), device)
             workers = stack.enter_context(start_workers(threads, memory))
             paths = create_files(checkpoint, temporary)
             state = Progress(checkpoint.nbytes, progress)
@@ -405,8 +407,7 @@ def verify(
         return _verify_source(path, threads, memory, progress, began)
     with open_container(path) as container, start_workers(threads, memory) as workers:
         if data:
-            work = _DELTA_WORK if container.meta["base"] else 1
-            kernels.enable(container.checkpoint.nbytes * work, device)
+            kernels.enable(_decoding_work(container), device)
             state = Progress(container.checkpoint.nbytes, progress)
             with _decoder(container, base, base_dir) as decoder:
                 for raw, stored in decode_all(decoder, workers):

@@ -14,16 +14,15 @@ bare program only asks whether the blocks are equal.
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import checkpoints
 import report
 from report import Bar
+
+from ckz.bench.tools import Usage, run
 
 SLOWER, MEMORY = 2.0, 400e6
 MOVE = 1e-4
@@ -75,16 +74,6 @@ def pair(target: Path, source: Path, share: float) -> None:
             new.write(values.view(torch.uint8).numpy().data)
 
 
-def run(command: list[str]) -> tuple[float, float, int]:
-    """Give seconds, CPU seconds and peak memory of a command."""
-    began = time.perf_counter()
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    _, status, usage = os.wait4(process.pid, 0)
-    assert os.waitstatus_to_exitcode(status) in (0, 1)
-    seconds = time.perf_counter() - began
-    return seconds, usage.ru_utime + usage.ru_stime, 1024 * usage.ru_maxrss
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gb", type=float, default=2)
@@ -97,16 +86,16 @@ def main() -> None:
         for share, moved in (1.0, "all tensors moved"), (0.05, "one in twenty moved"):
             name = f"moved_{share}_{dtype}_{nbytes}.safetensors"
             later = checkpoints.made(name, pair, source, share)
-            files = [str(source), str(later)]
+            files = [str(path.resolve()) for path in (source, later)]
             commands = {
                 "ckz diff": [sys.executable, "-m", "ckz", "diff", *files],
                 "numpy, values": [sys.executable, "-c", NUMPY, *files, code, "values"],
                 "numpy, bare": [sys.executable, "-c", NUMPY, *files, code, "bare"],
             }
-            found: dict[str, list[tuple[float, float, int]]] = {name: [] for name in commands}
+            found: dict[str, list[Usage]] = {name: [] for name in commands}
             for _ in range(arguments.rounds):
                 for tool, command in commands.items():
-                    found[tool].append(run(command))
+                    found[tool].append(run(command, ends=(0, 1)))  # 1: they differ
             work = f"{arguments.gb:g} GB {dtype}, {moved}"
             middle = {
                 tool: [statistics.median(column) for column in zip(*runs, strict=True)]

@@ -15,7 +15,7 @@ from pathlib import Path
 from typer.testing import CliRunner
 
 from ckz import errors
-from ckz.cli import COMMANDS, app_of
+from ckz.cli import app_of
 from ckz.cli.outcome import EXIT_CODES
 
 README = Path(__file__).parent.parent / "README.md"
@@ -26,9 +26,7 @@ def command_help(*command: str) -> str:
     """Give what ``ckz COMMAND --help`` prints on a terminal of 80 columns."""
     arguments = [*command, "--help"]
     os.environ["COLUMNS"] = "80"
-    result = CliRunner().invoke(
-        app_of(*COMMANDS), arguments, prog_name="ckz", catch_exceptions=False
-    )
+    result = CliRunner().invoke(app_of(), arguments, prog_name="ckz", catch_exceptions=False)
     return f"```\n$ ckz {' '.join(arguments)}\n{result.stdout.strip()}\n```\n"
 
 

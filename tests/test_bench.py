@@ -28,7 +28,7 @@ from ckz.bench import bench, plot, tools
 from ckz.bench.codecs import CodecBench, Group
 from ckz.bench.figures import Benchmark, Cost, Row, advise
 from ckz.bench.sampling import pick_chunks, write_sample
-from ckz.cli import COMMANDS, app_of
+from ckz.cli import app_of
 from ckz.codecs.planes import Planes
 from ckz.codecs.zstd import Zstd
 from ckz.errors import CkzError, CorruptError, UnsupportedError
@@ -536,7 +536,7 @@ def test_the_command_shows_and_writes_everything(
     monkeypatch.setattr(bench_module, "bench", lambda path, scratch, **kw: found)
     table, page = tmp_path / "figures.csv", tmp_path / "picture.html"
     arguments = ["bench", str(training), "--csv", str(table), "--plot", str(page)]
-    result = CliRunner().invoke(app_of(*COMMANDS), arguments)
+    result = CliRunner().invoke(app_of(), arguments)
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
     assert lines[-1] == found.advice
@@ -550,17 +550,17 @@ def test_the_command_shows_and_writes_everything(
     assert float(rows[0]["compress_mb_per_s"]) > 0
     assert [row["failed"] for row in rows if row["setting"] == "lmz"] == ["no such luck"]
     check_page(page.read_text(), found)
-    again = CliRunner().invoke(app_of(*COMMANDS), arguments)
+    again = CliRunner().invoke(app_of(), arguments)
     assert again.exit_code == 1
     assert "exists" in again.stderr
-    assert CliRunner().invoke(app_of(*COMMANDS), [*arguments, "--force"]).exit_code == 0
+    assert CliRunner().invoke(app_of(), [*arguments, "--force"]).exit_code == 0
 
 
 def test_json_has_the_documented_fields(
     training: Path, found: Benchmark, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bench_module, "bench", lambda path, scratch, **kw: found)
-    result = CliRunner().invoke(app_of(*COMMANDS), ["bench", "--json", str(training)])
+    result = CliRunner().invoke(app_of(), ["bench", "--json", str(training)])
     (only,) = json.loads(result.stdout)["results"]
     assert only["source"] == str(training)
     assert len(only["rows"]) == len(found.rows)

@@ -22,7 +22,7 @@ import torch
 from typer.testing import CliRunner, Result
 
 import ckz
-from ckz.cli import COMMANDS, app_of
+from ckz.cli import app_of
 from ckz.diffing import Comparison, TensorDiff, diff
 from ckz.diffing import tensors as tensors_module
 from ckz.diffing.plot import changes_by_layer
@@ -33,7 +33,7 @@ README = (Path(__file__).parents[1] / "README.md").read_text()
 
 
 def run(*arguments: object) -> Result:
-    return CliRunner().invoke(app_of(*COMMANDS), ["diff", *map(str, arguments)])
+    return CliRunner().invoke(app_of(), ["diff", *map(str, arguments)])
 
 
 def save(path: Path, **arrays: np.ndarray) -> Path:

@@ -20,7 +20,7 @@ from ckz.cli import COMMANDS, app_of
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-SUBCOMMANDS = get_command(app_of(*COMMANDS)).commands  # type: ignore[attr-defined]
+SUBCOMMANDS = get_command(app_of()).commands  # type: ignore[attr-defined]
 
 
 def load_docs() -> ModuleType:
@@ -89,7 +89,7 @@ def test_json_fields_are_documented(tmp_path: Path) -> None:
         "verify": [f"{source}.ckz"],
         "decompress": ["-f", f"{source}.ckz"],
     }.items():
-        result = CliRunner().invoke(app_of(*COMMANDS), [name, "--json", *arguments])
+        result = CliRunner().invoke(app_of(), [name, "--json", *arguments])
         assert result.exit_code == 0
         document = json.loads(result.stdout)
         (row,) = [fields for commands, fields in rows.items() if f"`{name}`" in commands]

@@ -183,8 +183,12 @@ def rivals_directory() -> Path:
     return Path(os.environ.get("CKZ_PEERS", "build/peers"))
 
 
-def run(command: Sequence[str | Path]) -> Usage:
+def run(command: Sequence[str | Path], *, ends: Sequence[int] = (0,)) -> Usage:
     """Run a command to its end, without input and output.
+
+    Parameters
+    ----------
+    ends : the exit codes that are no failure.
 
     Raises
     ------
@@ -212,7 +216,7 @@ def run(command: Sequence[str | Path]) -> Usage:
                 raise CkzError(f"took more than {_LIMIT:.0f} s") from why
             raise
     code, *used = out.split() or ["1"]
-    if code != "0":
+    if int(code) not in ends or not used:
         said = err.strip().splitlines()
         raise CkzError(said[-1] if said else f"ended with code {code}")
     return Usage(float(used[0]), float(used[1]), int(used[2]))

@@ -32,7 +32,7 @@ COMMANDS = (
 
 
 def app_of(*commands: str) -> typer.Typer:
-    """Join subcommands to one program."""
+    """Join subcommands, or all there are, to one program."""
     app = typer.Typer(
         name="ckz",
         no_args_is_help=True,
@@ -42,7 +42,7 @@ def app_of(*commands: str) -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
         callback=_options,
     )
-    for name in commands:
+    for name in commands or COMMANDS:
         app.command()(getattr(import_module(f"ckz.cli.{name}"), name))
     return app
 
@@ -76,8 +76,7 @@ def main() -> None:
         stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     stopping.catch()
     try:
-        asked = sys.argv[1:2]
-        app_of(*asked if asked and asked[0] in COMMANDS else COMMANDS)(prog_name="ckz")
+        app_of(*(name for name in sys.argv[1:2] if name in COMMANDS))(prog_name="ckz")
     except CkzError as error:
         sys.exit(report_error("", error))
     except OSError as error:

@@ -15,7 +15,7 @@ from ckz.kernels.buffers import scratch
 
 Bytes = npt.NDArray[np.uint8]
 
-CODERS = ("", "rans")
+_RANGES = "rans"
 # Stored lengths have this bit where the range coder was smaller; no plane is that long.
 _RANGE_CODED = 1 << 31
 
@@ -27,8 +27,8 @@ _WORTH_RANGES = 1 << 12
 
 def check_coder(coder: str) -> None:
     """Refuse what no planes can be coded with."""
-    if coder not in CODERS:
-        raise ValueError(f"coders are {CODERS[1]} and none")
+    if coder not in ("", _RANGES):
+        raise ValueError(f"coders are {_RANGES} and none")
 
 
 def _compressible(plane: Bytes) -> bool:
@@ -62,7 +62,7 @@ def encode_planes(
             if len(coded) < len(best):
                 best = coded
             # Of a handful of bytes the frequencies alone are longer.
-            if coder == "rans" and plane.size >= _WORTH_RANGES:
+            if coder == _RANGES and plane.size >= _WORTH_RANGES:
                 coded = rans.compress(plane)
                 if len(coded) < len(best):
                     best, flag = coded, _RANGE_CODED
